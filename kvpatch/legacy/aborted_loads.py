@@ -88,7 +88,7 @@ class AbortedBlocks:
 
 
 def is_loading(request: Any) -> bool:
-    """Whether workers read the request's blocks from the engine that its parameters name."""
+    """True if workers read the request's blocks from the engine that its parameters name."""
     parameters = request.kv_transfer_params or {}
     return request.status.name == _LOADING and parameters.get("remote_engine_id") is not None
 
@@ -137,7 +137,6 @@ def _update_from_kv_xfer_finished(
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """What is wrapped in a release that needs it."""
     return {
         seams.finish_requests(facts): _finish_requests,
         seams.connector_finished(facts): _connector_finished,

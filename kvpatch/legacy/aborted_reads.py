@@ -80,7 +80,7 @@ class AbortedReads:
         return True
 
     def report(self, worker: Any, received: Collection[str]) -> set[str]:
-        """What the scheduler is to be told of.
+        """Returns what the scheduler is to be told of.
 
         Args:
             received: what the release has found.
@@ -105,7 +105,7 @@ class AbortedReads:
 
 
 def _is_going(read: OwnRead, nixl: Any) -> bool:
-    """Whether a read that was given up has something on the wire; lets go of it otherwise."""
+    """True if a read that was given up has something on the wire; lets go of it otherwise."""
     errors = errors_of(nixl)
     try:
         if read.state() == "PROC":
@@ -138,7 +138,6 @@ def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) ->
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """What is wrapped in a release that needs it."""
     return {
         seams.start_load_kv(facts): _start_load_kv,
         seams.get_finished(facts): _get_finished,

@@ -80,7 +80,7 @@ class StuckLoads:
             self._failed.add(request_id)
 
     def report(self, received: Collection[str], finished: Collection[str]) -> set[str]:
-        """What to tell the scheduler of.
+        """Returns what to tell the scheduler of.
 
         Args:
             received: loads that are done.
@@ -111,11 +111,10 @@ class FailedGroupLoads:
         self._failed.add(request_id)
 
     def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
-        """What of `received` the scheduler may be told.
+        """Returns what of `received` the scheduler may be told.
 
         Args:
-            loading: the block ids of every request whose load had not ended before, as the
-                release keeps them.
+            loading: the block ids of every request whose load had not ended before.
         """
         failed = received & self._failed
         self._failed -= failed
@@ -157,7 +156,7 @@ class FailedRequestSet(set[str]):
         self._ids.add(request_id)
 
     def take(self, reading: Container[str]) -> set[str]:
-        """Those of which no read goes on: with one that does, the release reports them."""
+        """Takes out those of which no read goes on: the release reports the others."""
         found = {request_id for request_id in self._ids.copy() if request_id not in reading}
         self._ids -= found
         return found
@@ -187,7 +186,7 @@ class FailedRequestQueue:
         self._ids.add(request_id)
 
     def empty(self) -> bool:
-        """Whether there is none to report."""
+        """True if there is none to report."""
         return self._ready() is None
 
     def get_nowait(self) -> str:
@@ -227,12 +226,12 @@ def watch_failed_loads(worker: Any) -> None:
 
 
 def has_several_groups(worker: Any) -> bool:
-    """Whether a worker's layers have block tables by group, so that the release fails none."""
+    """True if a worker's layers have block tables by group, so that the release fails none."""
     return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
 
 
 def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
-    """The failed requests that the scheduler waits for; their metadata is dropped.
+    """Returns the failed requests that the scheduler waits for, and drops their metadata.
 
     It does not wait for one without blocks (a full prefix hit, or an abort, of which P
     was to be told), and stumbles over its name.
@@ -252,7 +251,7 @@ def pop_one_by_one(
     also: tuple[type[Exception], ...],
     failed: Callable[[str], None],
 ) -> set[str]:
-    """The requests whose transfers are done, as `pop_done` finds them.
+    """Returns the requests whose transfers are done, as `pop_done` finds them.
 
     One that raises is not to take the others with it: they would be neither in
     `transfers` nor reported.
@@ -302,14 +301,10 @@ def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
 def whole_requests(
     scheduler: Any, requests: Iterable[Any], invalid_block_ids: set[int]
 ) -> tuple[set[str], int, list[Any]]:
-    """What of these requests has blocks that could not be loaded, in whichever cache group.
+    """Returns which of these requests wait for blocks that failed in any group, and their tokens.
 
-    Of one that waits for its load nothing counts as computed from here on: which of its
-    tokens all groups have would depend on windows, and a load fails as a whole.
-
-    Returns:
-        The names of those that wait for their loads, how many tokens they had, and the
-        requests that have such blocks without waiting.
+    Nothing of them counts as computed from here on: which of its tokens all groups have would
+    depend on windows, and a load fails as a whole. Requests that do not wait come last.
     """
     failed: set[str] = set()
     others: list[Any] = []
@@ -465,7 +460,6 @@ def _update_requests_with_invalid_blocks(
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    """What is wrapped in a release that needs it."""
     found: dict[Site, Wrapper | Step] = {}
     if facts.failed_loads == "unknown":
         found[seams.start_load_kv(facts)] = _start_load_kv

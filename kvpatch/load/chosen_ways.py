@@ -63,10 +63,10 @@ class ChosenWays:
         self.probe: CostProbe | None = None
 
     def measure(self, memory: Memory) -> None:
-        """Has measured what reads take on this machine: once, and where a choice comes of it.
+        """Measures once what reads take on this machine, where a choice depends on it.
 
-        Not before there is a peer to be read from, and then on the thread of the reads, while
-        there are none.
+        It waits for a peer to be read from, and measures on the thread of the reads while there are
+        none.
 
         Args:
             memory: what NIXL calls that of the caches.
@@ -77,12 +77,7 @@ class ChosenWays:
             self._progress.thread.do_aside(self.probe.pieces())
 
     def split(self, shares: Sequence[Share], times: ReadTimes, engine_id: str) -> Split:
-        """What goes straight to its place, and what goes through the pool.
-
-        Args:
-            times: of the peer's reads so far.
-            engine_id: the peer.
-        """
+        """Returns what goes straight to its place, and what goes through the pool."""
         costs = times.costs(self._start)
         direct: list[Share] = []
         staged: list[Share] = []
@@ -120,7 +115,7 @@ class ChosenWays:
 
     @property
     def _start(self) -> Costs:
-        """What is believed of a peer that was not read from."""
+        """Returns the costs that are assumed of a peer that was not read from."""
         if self.probe is not None and self.probe.costs is not None:
             return self.probe.costs
         return HOST_MEMORY if self._is_host else DEVICE_MEMORY

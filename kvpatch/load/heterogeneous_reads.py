@@ -84,7 +84,7 @@ class HeterogeneousReads:
 
     @property
     def thread(self) -> ProgressThread | None:
-        """What reads go on in between the engine's steps; None for the steps alone."""
+        """Returns the progress thread; None where reads go on in the engine's steps alone."""
         return None if self._factory.progress is None else self._factory.progress.thread
 
     def admit(self, rank: RemoteRank) -> None:
@@ -99,12 +99,7 @@ class HeterogeneousReads:
         self.ways.measure(self._ours.memory)
 
     def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
-        """The transfer that replaces the release's own, of one rank of the peer.
-
-        Raises:
-            ReadRefused, UnpairableBlocks: the blocks do not hold the tokens.
-            PeerRefused: a head of ours is on none of the peer's ranks.
-        """
+        """Returns the transfer that replaces the release's own, of one rank of the peer."""
         reader, reading = self._reader, self._reader.being_read()
         if reading.peer.missing is not None:
             raise PeerRefused(
@@ -157,11 +152,7 @@ class HeterogeneousReads:
         return read(Wanted(direct, split.staged, split.staged_bytes, tails, idle_until))
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
-        """Those of the ranks that it takes to read every head that any of them holds.
-
-        Raises:
-            UnexpectedRead: nothing is being read.
-        """
+        """Returns those ranks that it takes to read every head that any of them holds."""
         ranks = self._reader.being_read().peer.ranks
         held: frozenset[HeadName] = frozenset()
         found = []
@@ -173,11 +164,7 @@ class HeterogeneousReads:
         return found
 
     def agent(self, number: int) -> str:
-        """NIXL's name of a rank of the peer that is being read.
-
-        Raises:
-            UnexpectedRead: nothing is being read.
-        """
+        """Returns NIXL's name of a rank of the peer that is being read."""
         return self._reader.being_read().peer.ranks[number].agent
 
     def _has_our_blocks(self, metadata: AgentMetadata) -> bool:
@@ -192,7 +179,7 @@ class HeterogeneousReads:
     def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
-        """(remote address, local address, bytes) of blocks that are read as they are."""
+        """Returns remote addresses, local addresses and bytes of blocks read as they are."""
         ours = self._cross_layer
         if ours is None or not self._has_our_blocks(metadata):
             return None
@@ -226,7 +213,7 @@ class HeterogeneousReads:
         )
 
     def _tails(self, request: ReadRequest) -> Iterator[tuple[list[Plane], Segments]]:
-        """What no transfer covers in a request's last blocks."""
+        """Yields what no transfer covers in a request's last blocks."""
         for layers, tail in tails_of(self._ours, self._groups, request):
             planes = (plane for name in layers for plane in self._reader.layers[name].planes)
             yield [plane for plane in planes if not plane.is_whole], tail
@@ -268,7 +255,7 @@ def _made(worker: Any, reader: Reader) -> HeterogeneousReads:
 def staging_pool(
     nixl: Any, memory: Memory, device: torch.device, *, copied_to: torch.device | None = None
 ) -> StagingPool:
-    """The pool; it becomes memory, registered with NIXL, when the first read needs it.
+    """Returns a pool that becomes memory, registered with NIXL, when the first read needs it.
 
     Args:
         copied_to: the cache's own device, where that copies from a pool in host memory.

@@ -46,19 +46,13 @@ class ReadingAgent(AgentProxy):
         self._self_rank_of = rank_of
 
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
+        """Keeps what hides addresses of the peer's rank in P's answers."""
         name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
         self._self_reader.masks[name] = mask_of(metadata)
         return name
 
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; the descriptors that are named are not the ones that are read.
-
-        Raises:
-            KvpatchError: the request is refused.
-            ReadRefused: a peer that was only shown as one like us would be read as one, or
-                blocks to fill are not there.
-        """
+        """Prepares the read that is wanted, in place of the one that the descriptors name."""
         with self._self_reader.refusals():
             return self._make_prepped_xfer(*args, **kwargs)
 
@@ -114,12 +108,10 @@ class ReadingAgent(AgentProxy):
     def _rank_like_us(
         self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
     ) -> tuple[str, Lifetime] | None:
-        """NIXL's name of a rank of a peer like us, and what is known of the blocks that it holds.
+        """Returns NIXL's name of a rank of a peer like us, and what is known of the blocks that it
+        holds.
 
-        None where nobody knows which rank it is, or anything of its blocks.
-
-        Raises:
-            ReadRefused: what P is said to have answered does not fit it.
+        None where it is not known which rank it is, or nothing of its blocks.
         """
         if context is None or operation != "READ":
             return None

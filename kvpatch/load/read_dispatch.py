@@ -89,7 +89,7 @@ def _left_to_release(
 
 
 def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
-    """Whether the release makes its own of a peer's blocks behind the reads, as of smaller ones.
+    """True if the release makes its own of a peer's blocks behind the reads, as of smaller ones.
 
     It permutes those of all peers once it was told to (from 0.11.1), and reorders those of another
     backend for a CPU's (from 0.20).
@@ -105,7 +105,7 @@ def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:
-    """Has a request read by us, or fail, where the release cannot read it."""
+    """Has kvpatch read a request, or fails it, where the release cannot read it."""
     request = read_request.read_request_of(meta)
     facts = worker_state(worker).facts
     try:
@@ -122,11 +122,7 @@ def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) 
 
 
 def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> Peer | None:
-    """The peer that the request is read from, where it is of another geometry.
-
-    Raises:
-        KvpatchError: neither the release nor we can read the request.
-    """
+    """Returns the peer of another geometry that the request is read from, if it is of one."""
     engine_id, request = context.engine_id, read_request.read_request_of(meta)
     peer = reader.peer(engine_id)
     if peer is not None:  # its blocks are paired by token, which tells wrong ones
@@ -156,9 +152,6 @@ def leave_common_blocks(
     """Takes those of P's blocks from a request that lie behind the tokens that D loads.
 
     P's prompt may be longer. The release pairs the lists of a peer like us from their ends.
-
-    Raises:
-        UnlikePrompts: P names fewer blocks than these tokens fill.
     """
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     release = ReleaseWorker(worker, facts)
@@ -212,9 +205,6 @@ def refuse_misnamed(
     """Refuses blocks that the peer does not have, and fewer than are to be filled.
 
     The release reads the first from another layer's blocks, and asserts the second.
-
-    Raises:
-        ReadRefused: the request names the wrong blocks.
     """
     local = read_request.groups(read_request.local_blocks(entry, facts))
     is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
@@ -249,14 +239,14 @@ def refuse_misnamed(
 
 
 def _of_regions(worker: Any, engine_id: str, facts: ReleaseFacts) -> Sequence[int]:
-    """How many blocks the peer's regions have, where they have their own numbers (from 0.30)."""
+    """Returns the blocks of the peer's regions, where they have their own numbers (from 0.30)."""
     if "region_num_blocks" not in facts.agent_metadata:
         return ()
     return worker.dst_region_num_blocks.get(engine_id) or ()
 
 
 def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
-    """Whether the release pairs lists of other lengths: by region, or by context ranks."""
+    """True if the release pairs lists of other lengths: by region, or by context ranks."""
     if "region_group_ids" in facts.agent_metadata:  # from 0.30
         theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
         if theirs and ours and list(theirs) != list(ours):

@@ -76,7 +76,7 @@ class ReadFactory:
         lifetime: Lifetime,
         times: ReadTimes,
     ) -> StagedRead | BackgroundRead:
-        """A read that is not started.
+        """Makes a read that is not started.
 
         Args:
             nixl: the engine's agent.

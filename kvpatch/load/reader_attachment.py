@@ -53,11 +53,7 @@ _READ_BACK_SECONDS = 480
 def attach_reader(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
 ) -> None:
-    """Gives a worker its reader, where its cache is one that can be read into.
-
-    Raises:
-        RegistrationRefused: it is not, and nobody else knows how its blocks lie.
-    """
+    """Gives a worker its reader, where its cache is one that can be read into."""
     worker = release.worker
     is_misread = (
         release.facts.topology_has_block_size
@@ -174,7 +170,7 @@ def _with_states(
     states: Mapping[str, StatePages],
     cross_layer: RegisteredCrossLayerBlocks | None,
 ) -> LocalGeometry:
-    """Our side with its states' pages as the release was shown them."""
+    """Returns our side with its states' pages as the release was shown them."""
     if cross_layer is None:
         ours = replace(ours, states=states)
         told = states_digest(

@@ -45,14 +45,10 @@ def register_as_they_lie(
     *,
     is_read_by_us: bool,
 ) -> Any:
-    """Registers tensors by the places where their blocks are.
+    """Registers tensors by the places where their blocks are, or refuses them.
 
     Args:
-        is_read_by_us: whether the worker will have a reader, which knows cross-layer
-            blocks.
-
-    Raises:
-        RegistrationRefused: the release would move other bytes.
+        is_read_by_us: True if the worker will have a reader, which knows cross-layer blocks.
     """
     state = worker_state(release.worker)
     state.drop(RegisteredCrossLayerBlocks)  # of an earlier registration
@@ -96,11 +92,7 @@ def register_as_they_lie(
 
 
 def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """Registers a tensor that layers share with the first of them alone (<= 0.10.1).
-
-    Raises:
-        RegistrationRefused: the release has books by layer that need all of them.
-    """
+    """Registers a tensor that layers share with the first of them alone (<= 0.10.1)."""
     owners = first_layers(kv_caches)
     if len(owners) < len(kv_caches) and worker.model_config.hf_config.model_type == "llama4":
         raise RegistrationRefused(
@@ -112,7 +104,7 @@ def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch
 
 
 def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first layer of every tensor, in the order of registration."""
+    """Returns the first layer of every tensor, in the order of registration."""
     owners: dict[int, str] = {}
     for layer, cache in kv_caches.items():
         owners.setdefault(cache.data_ptr(), layer)
@@ -122,7 +114,7 @@ def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def _with_keys_apart(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
 ) -> Mapping[str, Any]:
-    """The tensors with keys first, where keys and values are apart; else as they are."""
+    """Returns the tensors with keys first, where keys and values are apart; else as they are."""
     apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
     if not apart:
         return kv_caches
@@ -138,7 +130,7 @@ def _with_keys_apart(
 
 
 def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
-    """How one layer's blocks lie, from the distance between them."""
+    """Returns how one layer's blocks lie, from the distance between them."""
     content_bytes = block_bytes(planes[:1])
     stride_bytes = planes[0].strides_bytes.block
     if stride_bytes == content_bytes * len(planes):
@@ -149,7 +141,7 @@ def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
 
 
 def is_split_inside(cache: LayerCache) -> bool:
-    """Whether keys and values are apart where the shape says that a block holds both.
+    """True if keys and values are apart where the shape says that a block holds both.
 
     A keys-first tensor is two regions to every release that has such tensors.
     """
@@ -163,7 +155,7 @@ def has_cross_layer_blocks(
     *,
     has_state: bool = False,
 ) -> bool:
-    """Whether any layer's blocks have other layers' between them.
+    """True if any layer's blocks have other layers' between them.
 
     A single layer's have not, and are cross-layer blocks all the same where this release has keys
     and values in regions of their own, or packed. Not in hybrid models, in which the release
@@ -183,11 +175,7 @@ def has_cross_layer_blocks(
 
 
 def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
-    """Refuses a worker whose reads the release would do itself, which knows no cross-layer blocks.
-
-    Raises:
-        RegistrationRefused: with the setting that helps.
-    """
+    """Refuses a worker whose reads the release would do, which knows no cross-layer blocks."""
     if not is_read_by_us:
         raise RegistrationRefused(
             "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
@@ -203,11 +191,7 @@ def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> No
 
 
 def shown_apart(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """What the registration must be handed in place of such caches, which have blocks first.
-
-    Raises:
-        RegistrationRefused: the release would take them for something else.
-    """
+    """Returns what the registration must be handed in place of such caches."""
     if release.facts.cache_shape != "packed":
         _believe_in_keys_first(release)
         return {layer: cache.transpose(0, 1) for layer, cache in kv_caches.items()}

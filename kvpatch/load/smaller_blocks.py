@@ -31,16 +31,16 @@ class Blocks:
 
     @property
     def tokens(self) -> int:
-        """Of one of the blocks that ids count."""
+        """Returns the tokens of one of the blocks that ids count."""
         return self.kernel_tokens * self.parts
 
 
 def smaller_blocks(
     worker: Any, engine_id: str, facts: ReleaseFacts
 ) -> tuple[Blocks, Blocks | None] | None:
-    """Our blocks, and those of a peer that has smaller ones as the release has booked it.
+    """Returns our blocks, and those of a peer that has smaller ones as the release has booked it.
 
-    None for any other peer. Theirs are None where nobody knows into what they are cut.
+    None for any other peer. Theirs are None where it is not known into what they are cut.
     """
     own_tokens = getattr(worker, "block_size", None)  # missing in workers of vLLM's own tests
     if own_tokens is None or engine_id not in worker._remote_agents or not facts.topology:
@@ -60,7 +60,7 @@ def smaller_blocks(
 
 
 def shares_tokens(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
-    """Whether ranks of either side share out tokens (decode context parallelism, from 0.29)."""
+    """True if ranks of either side share out tokens (decode context parallelism, from 0.29)."""
     if not facts.states_context_parallelism:
         return False
     theirs = worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size
@@ -84,7 +84,7 @@ class JoiningCache:
 
 
 def why_misread(release: ReleaseWorker) -> str:
-    """Why the release puts wrong bytes into larger blocks, whatever the request; empty: no."""
+    """Returns why the release puts wrong bytes into larger blocks, whatever the request, or ""."""
     worker = release.worker
     cache = JoiningCache(
         key_order=release.key_order(),
@@ -96,7 +96,7 @@ def why_misread(release: ReleaseWorker) -> str:
 
 
 def why_joined_wrongly(cache: JoiningCache, facts: ReleaseFacts) -> str:
-    """As :func:`why_misread`, of what is known of a cache."""
+    """Does the same by what is known of a cache."""
     if cache.key_order is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"
     if cache.decode_contexts > 1 and not facts.states_context_parallelism:

@@ -35,10 +35,10 @@ class Listed:
 def remote_slice(
     local: Listed, remote: Listed, ours: Blocks, theirs: Blocks, *, from_front: bool
 ) -> tuple[int, int] | None:
-    """The part of P's list that the release pairs with D's token by token; None for none.
+    """Returns the part of P's list that the release pairs with D's token by token; None for none.
 
     Args:
-        from_front: whether it pairs lists of unlike lengths from the front (recurrent state and
+        from_front: True if it pairs lists of unlike lengths from the front (recurrent state and
             blocks cut into unlike parts), and not from the end.
     """
     before = local.first_token - remote.first_token
@@ -68,11 +68,7 @@ class Pairing:
 
 
 def mend_pairing(worker: Any, meta: Any, pairing: Pairing) -> None:
-    """Leaves those of P's blocks on a request that the release pairs with D's.
-
-    Raises:
-        ReadRefused: there are no such blocks, or nobody can tell.
-    """
+    """Leaves those of P's blocks on a request that the release pairs with D's, or refuses it."""
     groups, ours, theirs, facts = pairing.groups, pairing.ours, pairing.theirs, pairing.facts
     local, remote = map(
         read_request.groups, (meta.local_block_ids, read_request.remote_blocks(meta, facts))
@@ -121,12 +117,7 @@ class _Lists:
     theirs: Blocks
 
     def local_list(self, number: int) -> Listed:
-        """Ours: it ends with the prompt's last token.
-
-        Raises:
-            ReadRefused: its first token is not known.
-            UnexpectedRead: there are more blocks than the prompt fills.
-        """
+        """Returns D's list, which ends with the prompt's last token."""
         held = len(self.local[number])
         if not self.groups[number].window_tokens:
             cache = self.worker.vllm_config.cache_config
@@ -143,7 +134,7 @@ class _Lists:
         return Listed(held, first)
 
     def remote_list(self, number: int) -> Listed:
-        """P's, without blocks that slid out of a window."""
+        """Returns P's list, without blocks that slid out of a window."""
         blocks = len(self.without_freed(number))
         if not self.groups[number].window_tokens:
             return Listed(blocks, 0)
@@ -153,7 +144,7 @@ class _Lists:
         return Listed(blocks, (ends - blocks) * self.theirs.tokens)
 
     def without_freed(self, number: int) -> tuple[int, ...]:
-        """P's ids, from the first block on that its window has."""
+        """Returns P's ids, from the first block on that its window has."""
         found = self.remote[number]
         if not self.groups[number].window_tokens:
             return found
@@ -161,7 +152,7 @@ class _Lists:
         return found[freed:]
 
     def _blocks_in_all(self, number: int) -> int:
-        """How many blocks of ours the prompt fills."""
+        """Returns how many of D's blocks the prompt fills."""
         if self.request is not None:
             return -(-self.request.tokens // self.ours.tokens)
         if self.groups[number].window_tokens:
@@ -184,11 +175,7 @@ def _no_count() -> ReadRefused:
 def _refuse_unlike_shares(
     meta: Any, local: tuple[tuple[int, ...], ...], remote: tuple[tuple[int, ...], ...]
 ) -> None:
-    """There the release pairs blocks one to one, smaller ones too, and leaves out the rest.
-
-    Raises:
-        ReadRefused: P has more blocks than D, or D has some already.
-    """
+    """Refuses unlike lists: here the release pairs blocks one to one, and leaves out the rest."""
     has_hit = any(meta.local_num_computed_blocks)
     if has_hit or any(len(theirs) > len(ours) for ours, theirs in zip(local, remote, strict=False)):
         raise ReadRefused(
@@ -241,7 +228,7 @@ class _RefusingAgent(ObjectProxy):
 
 
 def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
-    """As many blocks of P's, all of them block 0, as have the release prepare a transfer."""
+    """Returns as many times block 0 as have the release prepare a transfer."""
     theirs = pairing.theirs
     ratio = 1.0 if theirs is None else pairing.ours.tokens / theirs.tokens
     lengths = []

@@ -14,11 +14,7 @@ from kvpatch.worker.state import worker_state
 
 
 def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
-    """The peer's ranks that a handle of prepared descriptors stands for.
-
-    Raises:
-        UnexpectedRead: none of its ranks.
-    """
+    """Returns the peer's ranks that a handle of prepared descriptors stands for."""
     found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
     if not found:
         raise UnexpectedRead(
@@ -28,7 +24,7 @@ def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
 
 
 def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
-    """All that are told what one rank is told: of more ranks than ours the release knows one."""
+    """Returns the agents of all ranks that are told what one is told (<= 0.13, of more ranks)."""
     reader = worker_state(worker).held(Reader)
     if reader is not None and reader.ours.facts.meets_one_rank:
         for peer in tuple(reader.peers.values()):  # handshakes add to it
@@ -39,7 +35,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 
 
 def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
-    """The engine of another geometry whose descriptors a handle stands for."""
+    """Returns the engine of another geometry whose descriptors a handle stands for."""
     reader = worker_state(worker).held(Reader)
     for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
         if any(found == handle for _, found in handles_of(worker, engine_id)):
@@ -48,10 +44,7 @@ def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
 
 
 def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
-    """The rank of a peer like us whose descriptors a handle stands for, and its name to NIXL.
-
-    None where the release's books do not tell.
-    """
+    """Returns the rank of a peer like us behind a handle, and its name to NIXL, if known."""
     names = {
         place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.30
         for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
@@ -67,7 +60,7 @@ def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | 
 
 
 def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
-    """(rank, handle) of a peer's prepared descriptors."""
+    """Returns the rank and the handle of each of a peer's prepared descriptors."""
     handles = worker.dst_xfer_side_handles.get(engine_id)
     if handles is None:
         return []

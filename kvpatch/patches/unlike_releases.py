@@ -139,9 +139,6 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     Of an answer with less than ours has, nobody knows whether P is older or a proxy has left the
     rest out, as stock allows: it is asked as stock asks. So is one with a null field more, which
     may be the proxy's.
-
-    Raises:
-        PeerRefused: P's listener would end by the question, or nobody here understands the answer.
     """
     if not releases or FACTS[releases[0]].answer - NULLABLE <= own.answer:
         return

@@ -38,7 +38,7 @@ class BlockShape(NamedTuple):
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(first global head, number of heads) of a rank; ranks beyond the heads share them."""
+    """Returns the first global head of a rank, and how many it has; some may share one."""
     return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
 
 
@@ -50,14 +50,10 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 def shape_at_peer(
     ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
 ) -> BlockShape:
-    """What a peer's block of so many bytes holds of a layer.
+    """Returns the heads and tokens of a layer in a peer's block of so many bytes.
 
     Args:
         members: our planes of what is in that block.
-
-    Raises:
-        PeerRefused: its heads are not ours, of layers that have several shapes, or its
-            bytes are no whole number of tokens.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
@@ -87,11 +83,7 @@ def shape_at_peer(
 
 
 def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plane]) -> None:
-    """Whether tokens that were told from bytes are what the peer states.
-
-    Raises:
-        PeerRefused: its items have another size, or its blocks are cut.
-    """
+    """Refuses a peer whose blocks' bytes do not come to the tokens that it states."""
     if not ours.layers_differ_in_shape:
         return
     if (peer.kernel_blocks_per_block or 1) != 1 or ours.kernel_blocks_per_block != 1:
@@ -161,11 +153,7 @@ def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, t
 
 
 def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether a peer's kernel blocks have as many tokens as ours, and heads, where ours move whole.
-
-    Raises:
-        PeerRefused: they have not.
-    """
+    """Refuses a peer of other kernel blocks or heads where our blocks move whole."""
     _check_known(ours, peer)
     if split_by_nobody(ours, peer):
         mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
@@ -187,7 +175,7 @@ def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """What the table of kinds lacks is read from peers like us alone (behind a host buffer)."""
+    """Refuses kinds that the table lacks, but of peers like us (behind a host buffer)."""
     is_like = (
         peer.tp_size == ours.tp_size
         and peer.block_tokens in (None, ours.block_tokens)
@@ -200,7 +188,7 @@ def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
-    """Why a heterogeneous peer is refused, and what helps."""
+    """Returns the refusal of a heterogeneous peer for such a kind."""
     return PeerRefused(
         f"blocks of layer {layer} hold {kind.contents}, which is read from engines alike alone",
         "use one --block-size, --tensor-parallel-size and VLLM_KV_CACHE_LAYOUT on both sides",
@@ -208,7 +196,7 @@ def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
 
 
 def split_by_nobody(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether blocks of one side hold those of several ranks of the other, their heads mixed."""
+    """True if blocks of one side hold those of several ranks of the other, their heads mixed."""
     _, own = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, others = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     kinds = [layer.kind for layer in ours.layers.values()]
@@ -216,11 +204,7 @@ def split_by_nobody(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
-    """Whether a peer's blocks are ours byte for byte, where ours move whole.
-
-    Raises:
-        PeerRefused: they are not: other heads, or other layouts.
-    """
+    """Refuses a peer whose blocks are not ours byte for byte, where ours move whole."""
     found = defaultdict(list)
     for plane in theirs:
         found[plane.layer, plane.content].append(plane)

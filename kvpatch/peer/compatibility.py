@@ -17,10 +17,9 @@ from kvpatch.worker.local_geometry import LocalGeometry
 
 
 def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether the release reads this peer rightly: the same blocks, the same order in them.
+    """True if the release reads this peer rightly: the same blocks, in the same order inside.
 
-    Raises:
-        PeerRefused: it cannot be read by anybody here.
+    Refuses a peer of which nobody can tell what its blocks hold.
     """
     if ours.planned_layout is not None and peer.layout == ours.planned_layout:
         raise PeerRefused(
@@ -59,10 +58,7 @@ def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def _has_same_bytes(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether two names of layouts are the same bytes: without heads, heads and tokens have none.
-
-    Releases look at neither's name there.
-    """
+    """True if two layouts are the same bytes: without heads LBHNC and LBNHC are."""
     return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
 
 
@@ -91,11 +87,7 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose keys and values are together by its statement, and may not be.
-
-    Raises:
-        PeerRefused: with what would tell.
-    """
+    """Refuses a peer whose keys and values are together by its statement, and may not be."""
     if ours.kv_split == "together":
         return
     if peer.layout is None:

@@ -83,14 +83,9 @@ def register_cross_layer_blocks(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
 ) -> tuple[Any, RegisteredCrossLayerBlocks]:
-    """Registers tensors whose blocks are cross-layer blocks.
+    """Registers tensors whose blocks are cross-layer blocks, or refuses them.
 
-    Returns:
-        What the release returns, and what it has registered.
-
-    Raises:
-        RegistrationRefused: they are not such blocks throughout, or this worker cannot
-            read into them.
+    Returns what the release returns, and what it has registered.
     """
     worker = release.worker
     groups = release.groups(layers)
@@ -141,15 +136,12 @@ def cross_layer_blocks_of(
     places: Sequence[Sequence[str]],
     packed: Sequence[Sequence[str]] | None = None,
 ) -> CrossLayerBlocks:
-    """The cross-layer blocks that all of a worker's attention tensors are.
+    """Returns the cross-layer blocks that all of a worker's attention tensors are.
 
     Args:
         places: the layers that are to have one place in a block, by place.
-        packed: each group's layers as they are to follow one another, where every group
-            divides a block in its own way; None where the places are one for all.
-
-    Raises:
-        RegistrationRefused: some are not, with the setting that helps.
+        packed: each group's layers as they follow one another; None where all groups have the same
+            places.
     """
     pools = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
     if len(pools) > 1:
@@ -196,7 +188,7 @@ def _ends(pool: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str,
 
 
 def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
-    """The worker believes in the layout of what it is shown."""
+    """Has the worker state the layout of what it is shown."""
     stated = release.stated_layout
     if stated is not None:
         release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
@@ -211,11 +203,7 @@ class _OneRegion(ObjectProxy):
         self._self_is_named = False
 
     def get_reg_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own, for one region.
-
-        Raises:
-            RegistrationRefused: the release registers in more than one go.
-        """
+        """Returns NIXL's own for the pool; refuses a release that registers in more than one go."""
         if self._self_is_named or not isinstance(descs, list) or not descs:
             raise RegistrationRefused(
                 "this vLLM registers memory in a way that kvcached's contiguous layout is not "
@@ -234,7 +222,7 @@ _LISTENER = "_nixl_handshake_listener"
 def as_cross_layer(
     metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
 ) -> Any:
-    """A copy of a worker's agent metadata that describes its cross-layer blocks.
+    """Returns a copy of a worker's agent metadata that describes its cross-layer blocks.
 
     No release takes it for its own layout: those <= 0.12 compare the backend's name, those
     from 0.11.1 on the layout's, and all the length of a block where there are no heads.
@@ -265,7 +253,7 @@ def form_of(
     places: str,
     states: Mapping[str, StateInPool],
 ) -> CrossLayerForm:
-    """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
+    """Returns the form, once the worker knows its kernel blocks (<= 0.17 as it registers)."""
     tokens = min(tokens_of(layers, layers))
     specs = {name: release.spec_of(name) for name in states}
     held = {name: state.place for name, state in states.items()}
@@ -275,7 +263,9 @@ def form_of(
 
 @contextmanager
 def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iterator[None]:
-    """In releases <= 0.11.0 a worker starts to answer handshakes while it registers."""
+    """While inside, a worker that answers handshakes as it registers (<= 0.11.0) restates its
+    metadata.
+    """
     if release.facts.listens_in_scheduler:
         yield
         return
@@ -296,7 +286,7 @@ def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iter
 
 
 def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:
-    """From 0.11.1 a worker's metadata waits to be fetched."""
+    """Restates the metadata of a worker that waits to be fetched (from 0.11.1)."""
     worker, facts = release.worker, release.facts
     if not facts.listens_in_scheduler:
         return

@@ -56,11 +56,7 @@ class Interpretation:
     tell: Callable[[int, Statement | None], None]
 
     def answer(self, message: bytes) -> list[bytes]:
-        """What our release is answered.
-
-        Raises:
-            PeerRefused: P does not answer, or with what no release of the table does.
-        """
+        """Returns what our release is answered."""
         import msgspec
 
         rank = rank_asked_for(self.own.question, message)
@@ -114,7 +110,7 @@ _METADATA = "agent_metadata_bytes"
 
 
 def _between(asked: float) -> float:
-    """The middle of a question's way: the clock of a P that does not tell its own is ours."""
+    """Returns the middle of a question's way, for the clock of a P that does not tell its own."""
     return (asked + time.perf_counter()) / 2
 
 

@@ -28,7 +28,7 @@ Releases = tuple[str, ...]
 
 
 def releases_by_answer(params: Mapping[str, Any]) -> Releases:
-    """The releases whose P answers with just these fields; none where a proxy left some out.
+    """Returns the releases whose P answers with just these fields; none if a proxy left some out.
 
     A proxy with types of its own adds null for fields that P did not send.
     """
@@ -39,13 +39,13 @@ def releases_by_answer(params: Mapping[str, Any]) -> Releases:
 
 
 def releases_by_fields(releases: Releases, stated: Iterable[str]) -> Releases:
-    """Those of `releases` whose workers state just these fields at a handshake."""
+    """Returns those of `releases` whose workers state just these fields at a handshake."""
     fields = frozenset(stated)
     return tuple(name for name in releases if FACTS[name].agent_metadata == fields)
 
 
 def question_of(releases: Releases) -> Question | None:
-    """What releases that answer alike want to be asked; None where they do not agree.
+    """Returns what releases that answer alike want to be asked; None where they do not agree.
 
     A listener <= 0.11.0 answers whatever it is asked.
     """
@@ -54,7 +54,7 @@ def question_of(releases: Releases) -> Question | None:
 
 
 def speak_alike(releases: Releases, own: ReleaseFacts) -> bool:
-    """Whether all these releases say what ours says, and mean the same by it."""
+    """True if all these releases say what ours says, and mean the same by it."""
     return all(
         own.agent_metadata - _OPTIONAL <= FACTS[name].agent_metadata
         and all(getattr(FACTS[name], fact) == getattr(own, fact) for fact in _MEANINGS)
@@ -82,7 +82,7 @@ class Statement:
 
     @property
     def facts(self) -> ReleaseFacts:
-        """Of one of these releases, whose metadata has the same fields."""
+        """Returns the facts of one of these releases, whose metadata has the same fields."""
         return FACTS[self.releases[-1]]
 
 
@@ -120,16 +120,16 @@ class PeerReleases:
         self._stated[engine_id] = ranks
 
     def stated(self, engine_id: str, rank: int) -> Statement | None:
-        """What a rank of another release has stated; None of any other."""
+        """Returns what a rank of another release has stated; None of any other."""
         return self._stated.get(engine_id, {}).get(rank)
 
     @property
     def has_others(self) -> bool:
-        """Whether any rank of another release has stated something."""
+        """True if any rank of another release has stated something."""
         return any(self._stated.values())
 
     def speaks_otherwise(self, engine_id: str) -> Statement | None:
-        """What some rank of a P of another release has stated; None of any other P."""
+        """Returns what some rank of a P of another release has stated; None of any other P."""
         return next(iter(self._stated.get(engine_id, {}).values()), None)
 
 
@@ -145,7 +145,6 @@ class Address:
 
     @property
     def path(self) -> str:
-        """As ZMQ has it."""
         is_bare = ":" in self.host and not self.host.startswith("[")  # vLLM takes both
         host = f"[{self.host}]" if is_bare else self.host
         return f"tcp://{host}:{self.port}"
@@ -162,11 +161,7 @@ def question_for(question: Question, rank: int) -> bytes:
 
 
 def rank_asked_for(question: Question, message: bytes) -> int:
-    """The rank that our own release asks for.
-
-    Raises:
-        PeerRefused: it asks for a later stage of a pipeline.
-    """
+    """Returns the rank that our own release asks for; refuses a later stage of a pipeline."""
     import msgspec
 
     of_type = tuple[bytes, int] if question == "rank" else tuple[bytes, int, int]
@@ -180,11 +175,7 @@ def rank_asked_for(question: Question, message: bytes) -> int:
 
 
 def ask(address: Address, message: bytes) -> list[bytes]:
-    """The frames of what P answers.
-
-    Raises:
-        PeerRefused: it does not answer in time, or has another side channel key.
-    """
+    """Returns the frames of what P answers; refuses a P that does not, or has another key."""
     import zmq
 
     from kvpatch.peer import side_channel_key
@@ -198,11 +189,7 @@ def ask(address: Address, message: bytes) -> list[bytes]:
 
 
 def fields_of(metadata: bytes) -> dict[str, Any]:
-    """What a rank states, by name; nothing else than msgpack's own types comes of it.
-
-    Raises:
-        PeerRefused: it is no metadata.
-    """
+    """Returns what a rank states, by name: msgpack's own types, and nothing else."""
     import msgspec
 
     try:
@@ -215,10 +202,10 @@ def fields_of(metadata: bytes) -> dict[str, Any]:
 
 
 def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[str, Any]:
-    """The fields that a worker of our release would state of the same memory.
+    """Returns the fields that a worker of our release would state of the same memory.
 
-    What P does not say is what our release takes for nothing said, or our own side's: what is
-    decided of the peer is decided by its own words.
+    What P does not say is what our release takes for nothing said, or our own side's. P's own words
+    decide what becomes of the peer.
 
     Args:
         backend: ours.
@@ -249,18 +236,14 @@ def layout_as(layout: Any, own: ReleaseFacts) -> Any:
 def read_statement(
     statement: Statement, own: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
-    """What a rank of another release states, in our vocabulary.
-
-    Raises:
-        PeerRefused: it states what cannot be true.
-    """
+    """Reads what a rank of another release states, in our vocabulary."""
     stated = SimpleNamespace(**statement.fields)
     peer = read_agent_metadata(stated, statement.facts, tp_rank, tp_size)
     return replace(peer, layout=layout_as(peer.layout, own), releases=statement.releases)
 
 
 def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
-    """A message to one of a peer's ranks; None for one that it would not understand.
+    """Returns a message in the words of a peer; None for one that it would not understand.
 
     With as many ranks on both sides one of ours reads one of P's, which every release takes for
     all that it waits for.
@@ -277,7 +260,7 @@ def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
 
 
 def to_agent(worker: Any, agent: str, message: bytes) -> bytes | None:
-    """The same, where NIXL's name of the rank alone is known."""
+    """Does the same where NIXL's name of the rank alone is known."""
     known = held_by(worker, PeerReleases)
     if known is None or not known.has_others:
         return message

@@ -91,7 +91,7 @@ class Explanation:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """What differs, as ``KVPATCH_ACCEPT`` has it."""
+        """Returns what differs, as ``KVPATCH_ACCEPT`` has it."""
         differ = self.version != self.own_version, self.backend != self.own_backend
         return tuple(name for name, is_other in zip(_ON_BOTH, differ, strict=True) if is_other)
 
@@ -120,11 +120,7 @@ def digest_of(factors: Mapping[str, Any]) -> str:
 
 
 def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
-    """Finds the version and the backend with which an engine like ours has a peer's hash.
-
-    Args:
-        peer_hash: anything that a peer may state.
-    """
+    """Finds the version and the backend with which an engine like ours has a peer's hash."""
     own_version, own_backend = own.values[VERSION], own.values[BACKEND]
     backends = dict.fromkeys((own_backend, *BACKENDS))
     for version, facts, connector_version in _versions(own):

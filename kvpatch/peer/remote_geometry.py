@@ -57,12 +57,7 @@ if TYPE_CHECKING:
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
-    """Every plane of one rank of a peer; those whose blocks lie inside one another together.
-
-    Raises:
-        PeerRefused: its regions are not those of our layers, or a block's bytes are
-            not what its sizes come to.
-    """
+    """Returns a peer's planes; those whose blocks lie inside one another are together."""
     check_blocks(ours, peer)
     try:
         if peer.form is not None:
@@ -86,7 +81,7 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
 
 
 def by_number(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
-    """A region holds what our region of the same number holds."""
+    """Returns the planes of regions that hold what our region of the same number holds."""
     _check_regions(ours, peer)
     return tuple(
         region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
@@ -94,11 +89,7 @@ def by_number(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ..
 
 
 def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
-    """Tokens of a block of a peer that states its bytes only, if its items are like ours.
-
-    Raises:
-        PeerRefused: its regions are not those of our layers, or do not agree.
-    """
+    """Returns the tokens that a block's bytes come to, if the peer's items are like ours."""
     _check_regions(ours, peer)
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     found = {
@@ -147,7 +138,7 @@ def _planes(
 
 
 def _is_packed(layer: LayerCache, peer: AgentMetadata) -> bool:
-    """Whether keys and values of a token are one row in the peer's blocks."""
+    """True if keys and values of a token are one row in the peer's blocks."""
     if peer.cache_shape is not None:
         return peer.cache_shape == "packed"
     return "packed" in layer.order.dimensions
@@ -209,7 +200,7 @@ def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes
 def by_layout(
     ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
 ) -> tuple[tuple[Plane, ...], ...]:
-    """A region is what its layout's name makes it."""
+    """Returns the planes of regions that are what their layout's name makes them."""
     if ours.layers_differ_in_shape:
         _check_plan(ours, peer)
     stated = peer.block_tokens or ours.block_tokens
@@ -246,7 +237,7 @@ def by_layout(
 
 
 def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether the release plans the same groups for layers of several shapes on both sides.
+    """Refuses a peer whose release plans other groups for layers of several shapes.
 
     Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
     one size; where blocks are, they have one number of tokens, and pages lie packed.
@@ -269,7 +260,7 @@ def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def _check_starts(slices: Mapping[str, tuple[RegionSlice, ...]], peer: AgentMetadata) -> None:
-    """Whether a peer's regions begin where layers do in the blocks that its first one begins."""
+    """Refuses a peer whose regions do not begin where layers do in its blocks."""
     starts = {one.offset_bytes for of_layer in slices.values() for one in of_layer}
     found = {address - peer.addresses[0] for address in peer.addresses}
     if not found <= starts or len(set(peer.stride_bytes)) > 1:
@@ -281,7 +272,7 @@ def _check_starts(slices: Mapping[str, tuple[RegionSlice, ...]], peer: AgentMeta
 
 
 def names_by_attention(ours: LocalGeometry, peer: AgentMetadata) -> tuple[str, ...] | None:
-    """Which attention layer's each of a peer's regions is; None where it names none.
+    """Returns which attention layer's each of a peer's regions is; None where it names none.
 
     A region is named after the layer that was registered first there, which in a hybrid model
     may be one with recurrent state.
@@ -298,7 +289,7 @@ def _check_packed(
     sizes: Mapping[str, LayerSizes],
     peer: AgentMetadata,
 ) -> None:
-    """Where a peer says how layers follow one another in its blocks, it must say the same."""
+    """Refuses a peer that says that layers follow one another otherwise than ours would."""
     if not peer.packed_layers:
         return
     found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
@@ -335,7 +326,7 @@ def _slice_planes(
 def in_cross_layer_blocks(
     ours: LocalGeometry, peer: AgentMetadata, form: CrossLayerForm
 ) -> tuple[tuple[Plane, ...], ...]:
-    """Cross-layer blocks, of any release: each layer's part follows the one before."""
+    """Returns the planes in cross-layer blocks, where each layer's part follows the one before."""
     if {ours.key_order, peer.key_order} - {None, KeyOrder.ROW_MAJOR}:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
     packed = ours.cross_layer_groups
@@ -413,7 +404,7 @@ PAGE_BYTES = 2 << 20
 
 
 def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
-    """How a worker has registered them, whose backend's own blocks hold both."""
+    """Returns how a worker has registered them, whose backend's own blocks hold both."""
     found = {
         sum(plane.address in ours.addresses for plane in layer.planes)
         for layer in ours.layers.values()
@@ -424,9 +415,9 @@ def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
 
 
 def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None:
-    """How a peer of our backend keeps keys and values; None where that is not in question.
+    """Returns how a peer of our backend keeps keys and values; None where that is not in question.
 
-    And where its regions are neither ours, nor twice or half as many.
+    None too where its regions are neither ours, nor twice or half as many.
     """
     count, theirs = len(ours.addresses), len(peer.addresses)
     if peer.cache_shape is not None:
@@ -457,7 +448,7 @@ def by_peers_regions(
 
 
 def may_be_kvcacheds(peer: AgentMetadata, parts: Iterable[int]) -> bool:
-    """Whether a peer that states keys and values together may keep them apart.
+    """True if a peer that states keys and values together may keep them apart.
 
     A worker with kvcached and without a patch for its tensors says what a plain one says.
     kvcached cuts a number of whole pages into blocks, and leaves less than a block over.

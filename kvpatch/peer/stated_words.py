@@ -76,7 +76,7 @@ def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
 
 
 def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What workers state, as their scheduler encodes it for peers: with some names more."""
+    """Returns what workers state, as their scheduler encodes it for peers: with some names more."""
     return {rank: _with_words(stated) for rank, stated in metadata.items()}
 
 
@@ -147,11 +147,7 @@ class SideChannels:
 
 
 def stated_blocks(words: Mapping[str, object]) -> StatedBlocks | None:
-    """Returns what P's kvpatch states of its blocks; None where it states nothing.
-
-    Raises:
-        PeerRefused: it states what cannot be true.
-    """
+    """Returns what P's kvpatch states of its blocks; None where it states nothing."""
     stated, layout, dtype = (words.get(name) for name in (BLOCKS, LAYOUT, DTYPE))
     if stated is None:
         return None
@@ -177,7 +173,7 @@ _RING = "CircularBufferSpec"
 
 
 def contents_of(release: ReleaseWorker) -> str | None:
-    """In words, of all layers that a worker has: the types of states and the slots of rings.
+    """Returns the types of a worker's states and the slots of its rings, in words.
 
     No handshake states them (<= 0.33): of states it has the bytes, which float16 and bfloat16 have
     in common, and of rings nothing. None where no layer has either, and <= 0.17, which has no plan
@@ -198,14 +194,7 @@ def contents_of(release: ReleaseWorker) -> str | None:
 
 
 def check_contents(ours: str, theirs: object) -> None:
-    """Whether P's blocks hold what ours do, by its own kvpatch's word.
-
-    Args:
-        theirs: None where P says nothing, as without kvpatch.
-
-    Raises:
-        PeerRefused: they do not, and would be read for what they are not.
-    """
+    """Refuses a P whose kvpatch says that its blocks hold something else than ours."""
     if theirs is not None and theirs != ours:
         raise PeerRefused(
             f"blocks that are no rows of tokens hold {ours} here, and {shown(theirs)} at P",

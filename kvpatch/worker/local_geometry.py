@@ -107,17 +107,17 @@ class LocalGeometry:
 
     @cached_property
     def has_heads(self) -> bool:
-        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        """True if ranks hold heads; the latents of MLA are whole on each."""
         return any(layer.has_heads for layer in self.layers.values())
 
     @property
     def item_bytes(self) -> int:
-        """Of one element of the first layer."""
+        """Returns the bytes of one element of the first layer."""
         return next(iter(self.layers.values())).planes[0].item_bytes
 
     @cached_property
     def shows_layout(self) -> bool:
-        """Whether our strides tell heads from tokens."""
+        """True if our strides tell heads from tokens."""
         return layout_shown_by(self.layers) is not None
 
     @cached_property
@@ -128,12 +128,12 @@ class LocalGeometry:
 
     @cached_property
     def layers_differ_in_shape(self) -> bool:
-        """Whether the heads, tokens or widths of our layers differ from one another."""
+        """True if the heads, tokens or widths of our layers differ from one another."""
         return differ_in_shape(self.layers)
 
     @cached_property
     def misses_pages(self) -> bool:
-        """Whether the release would read less of a layer's blocks than they hold.
+        """True if the release would read less of a layer's blocks than they hold.
 
         From 0.30 on layers of several groups that begin in one place of a block have the region
         of one of them, whose pages may be the smaller.
@@ -157,7 +157,7 @@ class LocalGeometry:
 def local_geometry_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
 ) -> LocalGeometry:
-    """What a worker has registered, which keeps it under other names in other releases.
+    """Returns what a worker has registered, which keeps it under other names in other releases.
 
     Args:
         layers: as the release was shown them.
@@ -210,7 +210,7 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
 def cross_layer_groups_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], layout: str
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Each group's layers as the release's plan has them follow one another in such a block.
+    """Returns each group's layers as the release's plan has them follow one another in a block.
 
     None where that is not known. The plan is made of the model and the same on both sides,
     whatever the layout, where all pages have one size: a tensor of it places its layers one
@@ -231,14 +231,14 @@ def cross_layer_groups_of(
 
 
 def own_regions(worker: Any, facts: ReleaseFacts) -> dict[str, Any]:
-    """What this worker states of its own regions, copied; empty in releases <= 0.29."""
+    """Returns what this worker states of its own regions, copied; nothing in releases <= 0.29."""
     return {
         name.removeprefix("_"): copy.copy(getattr(worker, name)) for name in facts.books_of_regions
     }
 
 
 def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
-    """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
+    """Returns HND or NHD, by the strides: in NHD the heads of a token are neighbours.
 
     None with one head, or blocks of one token: the two are the same bytes then.
     """
@@ -290,7 +290,7 @@ def backend_layouts(release: ReleaseWorker) -> frozenset[str]:
 
 
 def _order_of(backend: Any) -> str | None:
-    """As the release's runner allocates for a backend; None where nobody knows."""
+    """Returns the order in which the release's runner allocates for a backend; None if unknown."""
     try:
         names = DimensionOrder.probe(backend.get_kv_cache_shape).dimensions
     except UnreadableGeometry:
