@@ -20,7 +20,7 @@ from kvpatch.worker.state import worker_state
 
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:
-    """Returns the ranks of a larger peer whose heads one rank holds; None unless they are whole ranks.
+    """Returns the ranks of a larger peer whose heads one rank holds; None unless all are whole.
 
     Each rank of the peer is one of ours' alone, and is told by it alone.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpatch.geometry.direct_or_staged import (
@@ -17,8 +17,8 @@ from kvpatch.geometry.direct_or_staged import (
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.staged_plan import Share
-from kvpatch.load.read_factory import Progress
 from kvpatch.transfer.cost_probe import CostProbe
+from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.read_times import ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool
 
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's progress thread, and the worker's NIXL agent as that thread may use it."""
+
+    thread: ProgressThread
+    agent: Any
 
 
 class Split(NamedTuple):

@@ -8,10 +8,10 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -24,9 +24,8 @@ from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
-from kvpatch.geometry.staged_plan import Share
-from kvpatch.load.chosen_ways import ChosenWays
-from kvpatch.load.read_factory import Progress, ReadFactory, Wanted
+from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.load.chosen_ways import ChosenWays, Progress, Split
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, ReadsOfOthers
 from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
@@ -35,16 +34,39 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
+from kvpatch.transfer.read_times import Metered, Stopwatch
+from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.state import worker_state
 
 if TYPE_CHECKING:
     import torch
+
+
+class Wanted(NamedTuple):
+    """What is to be read of one rank.
+
+    Attributes:
+        direct: goes straight to its place; planned once the read has begun.
+        split: its staged shares go through the pool.
+        tails: is zeroed once the read has begun; None for nothing.
+        idle_until: where all that the rank has comes from others, the fate of a read of those: the
+            rank is only told, once that one is over.
+    """
+
+    direct: Iterable[Plan]
+    split: Split = Split([], [], 0)
+    tails: Callable[[], Tails] | None = None
+    idle_until: Fate | None = None
 
 
 class HeterogeneousReads:
@@ -79,13 +101,13 @@ class HeterogeneousReads:
             caches = Caches({name: destination.tensors[name] for name in reader.layers})
         if progress is not None and isinstance(caches, Caches):
             caches.thread = progress.thread.copying
-        self._factory = ReadFactory(pool, caches, progress)
+        self._caches, self._progress, self._stopwatch = caches, progress, Stopwatch()
         self.ways = ChosenWays(reader.mode, pool, caches.device, progress)
 
     @property
     def thread(self) -> ProgressThread | None:
         """Returns the progress thread; None where reads go on in the engine's steps alone."""
-        return None if self._factory.progress is None else self._factory.progress.thread
+        return None if self._progress is None else self._progress.thread
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -124,17 +146,7 @@ class HeterogeneousReads:
         releases = metadata.releases
         lifetime = reader.lifetime_of(number, rank.agent, rest.taken, releases, is_idle=is_idle)
 
-        def read(wanted: Wanted) -> OwnRead:
-            times = reading.peer.times
-            own = self._factory.read(
-                nixl, ends, notification, wanted, reading.request, lifetime, times
-            )
-            counts = own.telemetry()
-            reading.fate = reading.fate or own.fate
-            if counts is not None:  # what it will count in: nothing has been so far
-                counts.way = (self._pooled if wanted.staged else Way.DIRECT).value
-            return own
-
+        read = partial(self._read, nixl, ends, notification, lifetime)
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return read(Wanted((Plan(*whole),)))
@@ -149,7 +161,41 @@ class HeterogeneousReads:
         )
         direct = chain(plan_parts(pairs), (states(),))
         idle_until = reading.fate if is_idle else None
-        return read(Wanted(direct, split.staged, split.staged_bytes, tails, idle_until))
+        return read(Wanted(direct, split, tails, idle_until))
+
+    def _read(
+        self, nixl: Any, ends: Ends, notification: bytes, lifetime: Lifetime, wanted: Wanted
+    ) -> OwnRead:
+        """Makes a read that is not started.
+
+        Args:
+            nixl: the engine's agent.
+            notification: what the peer is told after the last byte.
+            lifetime: of the peer's blocks.
+        """
+        reading, progress, split = self._reader.being_read(), self._progress, wanted.split
+        is_paced = progress is not None
+        chunks = plan_chunks(split.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
+        read = StagedRead(
+            nixl if progress is None else progress.agent,
+            self.pool,
+            self._caches,
+            ends,
+            notification,
+            Unposted(wanted.direct, chunks),
+            is_paced=is_paced,
+        )
+        read.lifetime = lifetime
+        stopwatch = self._stopwatch if is_paced else None
+        read.metered = Metered(reading.peer.times, stopwatch, split.staged_bytes)
+        read.tails, read.idle_until = wanted.tails, wanted.idle_until
+        own = read if progress is None else BackgroundRead(read, progress.thread)
+        own.owner = reading.request
+        reading.fate = reading.fate or own.fate
+        counts = own.telemetry()
+        if counts is not None:  # what it will count in: nothing has been so far
+            counts.way = (self._pooled if split.staged else Way.DIRECT).value
+        return own
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Returns those ranks that it takes to read every head that any of them holds."""
@@ -179,7 +225,7 @@ class HeterogeneousReads:
     def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
-        """Returns remote addresses, local addresses and bytes of blocks read as they are."""
+        """Returns addresses there and here, and bytes, of blocks that are read as they are."""
         ours = self._cross_layer
         if ours is None or not self._has_our_blocks(metadata):
             return None
