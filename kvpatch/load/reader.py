@@ -7,7 +7,7 @@ them shakes hands (``heterogeneous_reads``), and not imported before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,10 +62,6 @@ class Destination:
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
 
-def _as_it_is(_: str, message: bytes) -> bytes | None:
-    return message
-
-
 class ReadsOfOthers(Protocol):
     """What reads from peers of another geometry (``heterogeneous_reads``).
 
@@ -104,8 +100,6 @@ class Reader:
         heterogeneous: what reads from these; None before the first of them shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
         leases: how long peers keep what is to be read.
-        to_engine: (engine id, message) -> the message in that engine's words, None for none.
-        to_agent: (NIXL's name of a rank, message) -> the same.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
         check_makers: give each load what makes the checks of its reads.
         book: of its worker.
@@ -126,8 +120,6 @@ class Reader:
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
         self.context: RequestContext | None = None
         self.leases = Leases()
-        self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
-        self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
         self.masks: RecentEngines[int] = RecentEngines()
         self.check_makers: tuple[CheckLoad, ...] = ()
         self.book = Book()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -14,14 +13,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.reader import Destination, Reader
-from kvpatch.load.transfer_handles import (
-    agents_beside,
-    heterogeneous_engine_of,
-    rank_like_us,
-    ranks_of,
-    watch_divided_blocks,
-)
-from kvpatch.peer import other_releases
+from kvpatch.load.transfer_handles import watch_divided_blocks
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
@@ -78,21 +70,12 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker, release.facts)
-        reader.to_engine = partial(other_releases.to_engine, worker)
-        reader.to_agent = partial(other_releases.to_agent, worker)
         reader.book = state.book
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)
         state.hold(ours)
         state.hold(reader)
-        worker.nixl_wrapper = ReadingAgent(
-            agent,
-            reader,
-            partial(ranks_of, worker),
-            partial(heterogeneous_engine_of, worker),
-            partial(agents_beside, worker),
-            partial(rank_like_us, worker),
-        )
+        worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
         watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()
 

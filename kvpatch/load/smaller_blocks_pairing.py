@@ -9,7 +9,7 @@ pairs them rightly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.smaller_blocks import ADVICE, Blocks, shares_tokens
+from kvpatch.load.transfer_handles import booked_ranks
 from kvpatch.transfer.nixl import tell_over
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.state import worker_state
@@ -222,8 +223,8 @@ class _RefusingAgent(ObjectProxy):
         """Raises:
         KvpatchError: always; P is told that nobody will read its blocks.
         """
-        agents = _agents_behind(self._self_worker, self._self_engine_id, remote_handle)
-        tell_over(self.__wrapped__, agents, notif_msg)
+        ranks = booked_ranks(self._self_worker, self._self_engine_id, remote_handle)
+        tell_over(self.__wrapped__, [agent for _, agent in ranks], notif_msg)
         raise self._self_error
 
 
@@ -250,14 +251,3 @@ def refusing(worker: Any, engine_id: str, error: KvpatchError) -> Iterator[None]
         yield
     finally:
         worker.nixl_wrapper = agent
-
-
-def _agents_behind(worker: Any, engine_id: str, handle: Any) -> list[str]:
-    """NIXL's names of the ranks that a handle of prepared descriptors stands for."""
-    handles = worker.dst_xfer_side_handles[engine_id]
-    agents = worker._remote_agents[engine_id]
-    if not isinstance(handles, Mapping):  # <= 0.13: one rank
-        return list(agents.values())
-    ranks = [rank for rank, found in handles.items() if found == handle]
-    names = (agents.get(rank, agents.get((0, rank))) for rank in ranks)  # pairs from 0.27
-    return [name for name in names if name is not None]

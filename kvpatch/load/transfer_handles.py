@@ -45,18 +45,22 @@ def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
 
 def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
     """Returns the rank of a peer like us behind a handle, and its name to NIXL, if known."""
+    found = booked_ranks(worker, engine_id, handle)
+    return found[0] if len(found) == 1 else None
+
+
+def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
+    """Returns the ranks behind a handle, and their names to NIXL, as the release has booked them."""
     names = {
-        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.30
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
         for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
     }
     handles = worker.dst_xfer_side_handles.get(engine_id)
     if isinstance(handles, Mapping):
-        found = [int(rank) for rank, one in list(handles.items()) if one == handle]
+        ranks = [int(rank) for rank, one in list(handles.items()) if one == handle]
     else:  # <= 0.13 it shakes hands with one
-        found = list(names) if handles == handle else []
-    if len(found) != 1 or found[0] not in names:
-        return None
-    return found[0], names[found[0]]
+        ranks = list(names) if handles == handle else []
+    return [(rank, names[rank]) for rank in ranks if rank in names]
 
 
 def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
