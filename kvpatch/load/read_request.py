@@ -26,17 +26,6 @@ HOLD, DIGEST = "kvpatch_hold", "kvpatch_digest"
 _LAST_REQUESTS = 16
 
 
-@dataclass(eq=False)
-class Cancellation:
-    """Whether nobody waits for a read any more; a worker's own."""
-
-    is_cancelled: bool = False
-
-
-def _now() -> float:
-    return time.monotonic()
-
-
 @dataclass(frozen=True)
 class ReadRequest:
     """What a request needs from its peer, as the scheduler knew it.
@@ -47,7 +36,6 @@ class ReadRequest:
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
-        cancellation: set when the request is over before its read is.
         waited: seconds since D was given the request, as its scheduler knew them; None where nobody
             does.
         is_read_back: whether a P reads an earlier turn back from a D.
@@ -61,13 +49,12 @@ class ReadRequest:
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
-    cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     waited: float | None = None
     is_read_back: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     #: When this process got to know of it. Clocks of two processes are never compared.
-    known_since: float = field(default_factory=_now, compare=False, repr=False)
+    known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
     @property
     def arrived(self) -> float | None:

@@ -50,7 +50,7 @@ def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | 
 
 
 def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
-    """Returns the ranks behind a handle, and their names to NIXL, as the release has booked them."""
+    """Returns the ranks behind a handle that the release has booked, and their names to NIXL."""
     names = {
         place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
         for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())

@@ -38,12 +38,7 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) ->
 
     Its backend counts as ours then: what differs by the backend is stated.
     """
-    theirs = FACTS.get(named.release)
-    if theirs is None:
-        raise PeerRefused(
-            f"it runs vLLM {named.version}, which is no release that kvpatch knows",
-            "use a listed release on P, or one vLLM on both sides",
-        )
+    theirs = FACTS[named.release]
     _check_contents(named, ours, peer)
     _check_protocol(ours, theirs, peer)
     own_form, form = _forms(ours, theirs, named)

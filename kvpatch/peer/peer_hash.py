@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
-
-from packaging.version import InvalidVersion, Version
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
@@ -41,10 +39,6 @@ _LABELS = (
     *("+rocm710", "+rocm711", "+rocm720", "+rocm721", "+rocm641", "+rocm630", "+xpu", "+tpu"),
     *("+empty", "+precompiled"),
 )
-#: Of builds that were no release, or that came after it.
-_BUILDS = ("rc1", "rc2", "rc3", "rc4", "rc5", ".post1", ".post2")
-#: How far a connector is ahead that is newer than any in the table.
-_NEWER_CONNECTORS = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Explanation:
 
     Attributes:
         version: of its vLLM, as it states it.
-        release: of the table, that the version is a build of; empty where there is none.
+        release: of the table, that the version is a build of.
         backend: its attention backend.
         own_version: of our vLLM.
         own_backend: ours.
@@ -123,8 +117,8 @@ def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
     """Finds the version and the backend with which an engine like ours has a peer's hash."""
     own_version, own_backend = own.values[VERSION], own.values[BACKEND]
     backends = dict.fromkeys((own_backend, *BACKENDS))
-    for version, facts, connector_version in _versions(own):
-        values = {**own.values, VERSION: version, CONNECTOR_VERSION: connector_version}
+    for version, facts in _versions(own).items():
+        values = {**own.values, VERSION: version, CONNECTOR_VERSION: facts.connector_version}
         values[BACKEND] = _HOLE
         if not facts.hash_factors <= values.keys():
             continue  # it hashes what this release cannot tell of us
@@ -132,10 +126,8 @@ def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
         before, after = text.split(json.dumps(_HOLE))
         for backend in backends:
             if sha256(f'{before}"{backend}"{after}'.encode()).hexdigest() == peer_hash:
-                # Ours may be a build that the operator has named a release for.
-                release = own.facts.release if version == own_version else _release_of(version)
-                dtype = values[CACHE_DTYPE]
-                return Explanation(version, release, backend, own_version, own_backend, dtype)
+                told = version, facts.release, backend, own_version, own_backend
+                return Explanation(*told, values[CACHE_DTYPE])
         time.sleep(_PAUSE_SECONDS)
     return None
 
@@ -144,47 +136,17 @@ def _text(factors: Mapping[str, Any]) -> str:
     return json.dumps(factors, sort_keys=True)
 
 
-def _versions(own: OwnFactors) -> Iterator[tuple[str, ReleaseFacts, int]]:
-    """Yields versions that a peer may have, those first that are met most.
+def _versions(own: OwnFactors) -> dict[str, ReleaseFacts]:
+    """Returns the builds of releases that a peer may have, those first that are met most.
 
-    With each are the facts of its release, or of the one before it, and its connector's version.
+    The own one may be a build that the operator has named a release for.
     """
-    facts, version = own.facts, own.values[VERSION]
-    yield version, facts, facts.connector_version
+    version, place = own.values[VERSION], RELEASES.index(own.facts.release)
     own_label = version.removeprefix(version.partition("+")[0])
-    place = RELEASES.index(facts.release)
     releases = [of for of in FACTS.values() if of.states_hash]
-    newest = releases[-1]
     releases.sort(key=lambda of: abs(RELEASES.index(of.release) - place))
-    found = [(of.release + label, of, 0) for label in (own_label, *_LABELS) for of in releases]
-    found += [(of.release + build, of, 0) for of in releases for build in _BUILDS]
-    for of in releases:
-        found += [
-            (name + label, of, newer)
-            for name in _later(of, and_minor=of is newest)
-            for newer in range(_NEWER_CONNECTORS + 1 if of is newest else 1)
-            for label in (own_label, "")
-        ]
-    seen: dict[tuple[str, int], ReleaseFacts] = {}
-    for name, of, newer in (*found, ("dev", facts, 0)):
-        if name != version:  # which has one connector
-            seen.setdefault((name, of.connector_version + newer), of)
-    yield from ((name, of, connector_version) for (name, connector_version), of in seen.items())
-
-
-def _later(facts: ReleaseFacts, *, and_minor: bool) -> list[str]:
-    """Returns the names of the two next releases, which the table may lack."""
-    major, minor, micro = Version(facts.release).release[:3]
-    found = [f"{major}.{minor}.{micro + more}" for more in (1, 2)]
-    return found + [f"{major}.{minor + more}.0" for more in (1, 2) if and_minor]
-
-
-def _release_of(version: str) -> str:
-    try:
-        public = Version(version).public
-    except InvalidVersion:
-        return ""
-    return public if public in FACTS else ""
+    found = {of.release + label: of for label in (own_label, *_LABELS) for of in releases}
+    return {version: own.facts} | found | {version: own.facts}
 
 
 def not_accepted(named: Explanation, accepted: Collection[str]) -> PeerRefused:
