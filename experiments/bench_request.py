@@ -32,7 +32,7 @@ from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
-from kvpatch.load.read_factory import Progress
+from kvpatch.load.chosen_ways import Progress
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread

@@ -124,9 +124,7 @@ def measure(count: int, peers: int, steps: int, *, is_in_thread: bool) -> Row:
     time.sleep(1.0 if is_in_thread else 0.0)  # it takes them all on
     # Nothing is prepared here, so that nobody asks the reader.
     reader = cast(Reader, None)
-    agent = ReadingAgent(
-        EngineAgent(nixl, gate), reader, lambda *of: (), lambda of: None, lambda of: ()
-    )
+    agent = ReadingAgent(EngineAgent(nixl, gate), reader, None)
     handles = [object() for _ in reads]
     loops: tuple[Callable[[], None], ...] = (
         lambda: _ask_reads(reads),

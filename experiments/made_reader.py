@@ -11,9 +11,9 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
+from kvpatch.load.chosen_ways import Progress
 from kvpatch.load.heterogeneous_reads import HeterogeneousReads
 from kvpatch.load.prepared_transfers import Reading, RequestContext
-from kvpatch.load.read_factory import Progress
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Destination, Reader
 from kvpatch.peer.agent_metadata import AgentMetadata

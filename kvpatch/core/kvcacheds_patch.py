@@ -26,7 +26,7 @@ _REPLACEMENTS = {
 
 
 def is_theirs(name: str, attribute: object) -> bool:
-    """Whether a class's own attribute of that name is kvcached's replacement."""
+    """True if a class's own attribute of that name is kvcached's replacement."""
     if name not in _REPLACEMENTS:
         return False
     function = getattr(attribute, "__func__", attribute)

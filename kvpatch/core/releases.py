@@ -239,47 +239,47 @@ class ReleaseFacts:
 
     @property
     def states_layout(self) -> bool:
-        """Whether a handshake names the layout of the caches."""
+        """True if a handshake names the layout of the caches."""
         return "kv_cache_layout" in self.agent_metadata
 
     @property
     def states_block_size(self) -> bool:
-        """Whether a handshake has the tokens of a block, and not its bytes alone."""
+        """True if a handshake has the tokens of a block, and not its bytes alone."""
         return "block_size" in self.agent_metadata
 
     @property
     def states_backend(self) -> bool:
-        """Whether a handshake names the attention backend; 0.13 to 0.19 have it in the hash."""
+        """True if a handshake names the attention backend; 0.13 to 0.19 have it in the hash."""
         return "attn_backend_name" in self.agent_metadata
 
     @property
     def states_device(self) -> bool:
-        """Whether a handshake has the number of the worker's device; that is its rank elsewhere."""
+        """True if a handshake has the number of the worker's device; that is its rank elsewhere."""
         return "device_id" in self.agent_metadata
 
     @property
     def has_bytes_by_region(self) -> bool:
-        """Whether a worker keeps the bytes of a block for each region, and not one number."""
+        """True if a worker keeps the bytes of a block for each region, and not one number."""
         return "block_lens" in self.agent_metadata
 
     @property
     def names_regions(self) -> bool:
-        """Whether regions have a name, a group, a count of blocks and a kind of memory."""
+        """True if regions have a name, a group, a count of blocks and a kind of memory."""
         return "region_names" in self.agent_metadata
 
     @property
     def states_kernel_blocks(self) -> bool:
-        """Whether a handshake says into how many kernel blocks a block is cut."""
+        """True if a handshake says into how many kernel blocks a block is cut."""
         return "physical_blocks_per_logical_kv_block" in self.agent_metadata
 
     @property
     def states_context_parallelism(self) -> bool:
-        """Whether a handshake says how many ranks share out the tokens of a block."""
+        """True if a handshake says how many ranks share out the tokens of a block."""
         return "dcp_size" in self.agent_metadata
 
     @property
     def states_hash(self) -> bool:
-        """Whether a handshake has a hash of what both sides must have alike."""
+        """True if a handshake has a hash of what both sides must have alike."""
         return bool(self.hash_factors)
 
     def package_of(self, module: str) -> str:
@@ -293,17 +293,17 @@ class ReleaseFacts:
 
     @property
     def names_remote_request(self) -> bool:
-        """Whether P has a name of its own for a request, in what it hands on of it."""
+        """True if P has a name of its own for a request, in what it hands on of it."""
         return "remote" in self.request_metadata
 
     @property
     def saves_by_address(self) -> bool:
-        """Whether P looks for a peer's address, which nobody has yet, where it saves a prompt."""
+        """True if P looks for a peer's address, which nobody has yet, where it saves a prompt."""
         return self.has_host_buffer and not self.names_remote_request
 
     @property
     def loses_failed_groups(self) -> bool:
-        """Whether a failed load is reported as received where there are several cache groups."""
+        """True if a failed load is reported as received where there are several cache groups."""
         return self.has_cache_groups and self.failed_loads != "as failed"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
@@ -36,6 +37,8 @@ class AbortedReads:
         #: Of the requests that are wanted, and those among them that this step has brought.
         self._requests: dict[str, ReadRequest] = {}
         self._new: set[str] = set()
+        #: Of requests that are over, as long as a read holds them, by identity.
+        self._given_up: WeakValueDictionary[int, ReadRequest] = WeakValueDictionary()
         self._ending: dict[str, list[Any]] = {}
         #: Requests that the release has reported while a read of theirs still ended.
         self._reported: set[str] = set()
@@ -43,7 +46,7 @@ class AbortedReads:
     def begin(self, requests: Mapping[str, ReadRequest]) -> None:
         """Books what the scheduler asks for in a step."""
         for request_id in requests.keys() & self._requests.keys():
-            self._requests[request_id].cancellation.is_cancelled = True
+            self._give_up(self._requests[request_id])
         self._requests.update(requests)
         self._new = set(requests)
 
@@ -56,7 +59,7 @@ class AbortedReads:
         for request_id in request_ids:
             request = None if request_id in self._new else self._requests.pop(request_id, None)
             if request is not None:
-                request.cancellation.is_cancelled = True
+                self._give_up(request)
         self._new.clear()
         for request_id, entries in list(worker._recving_transfers.items()):
             left = [entry for entry in entries if not self._take(request_id, entry)]
@@ -65,22 +68,21 @@ class AbortedReads:
             elif len(left) < len(entries):
                 worker._recving_transfers[request_id] = left
 
+    def _give_up(self, request: ReadRequest) -> None:
+        self._given_up[id(request)] = request
+
     def _take(self, request_id: str, entry: Any) -> bool:
         read = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
         if not isinstance(read, OwnRead):
             return False
-        request = read.owner
-        if (
-            not isinstance(request, ReadRequest)
-            or not request.cancellation.is_cancelled
-            or not read.void()
-        ):
+        given_up = self._given_up.get(id(read.owner))
+        if given_up is None or not read.void():
             return False
         self._ending.setdefault(request_id, []).append(read)
         return True
 
     def report(self, worker: Any, received: Collection[str]) -> set[str]:
-        """What the scheduler is to be told of.
+        """Returns what the scheduler is to be told of.
 
         Args:
             received: what the release has found.
@@ -105,7 +107,7 @@ class AbortedReads:
 
 
 def _is_going(read: OwnRead, nixl: Any) -> bool:
-    """Whether a read that was given up has something on the wire; lets go of it otherwise."""
+    """True if a read that was given up has something on the wire; lets go of it otherwise."""
     errors = errors_of(nixl)
     try:
         if read.state() == "PROC":
@@ -138,7 +140,6 @@ def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) ->
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """What is wrapped in a release that needs it."""
     return {
         seams.start_load_kv(facts): _start_load_kv,
         seams.get_finished(facts): _get_finished,

@@ -2,29 +2,324 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from queue import Empty, Queue
 from typing import Any
+from weakref import ref
 
 from kvpatch.core import seams
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, NoAnswer
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.legacy.failed_requests import (
-    FailedGroupLoads,
-    FailedRequestSet,
-    StuckLoads,
-    has_several_groups,
-    leave_waiting,
-    pop_one_by_one,
-    report_failed,
-    watch_failed_loads,
-    whole_requests,
-)
-from kvpatch.legacy.peer_liveness import require_answer
+from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
+from kvpatch.peer.side_channel_key import side_channel_socket
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.worker.state import worker_state
+
+#: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
+ANSWER_SECONDS = 5.0
+
+
+def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECONDS) -> None:
+    """Asks a peer's handshake listener once, on a socket of its own.
+
+    Args:
+        address: ``tcp://host:port``.
+        question: what the release itself asks; the answer is thrown away.
+
+    Raises:
+        NoAnswer: nothing came within `seconds`.
+        PeerRefused: the peer has another side channel key, or none.
+    """
+    import zmq
+
+    with side_channel_socket(zmq.REQ, address) as socket:
+        socket.send(question)  # queued where nobody is connected
+        if not socket.poll(round(seconds * 1000), zmq.POLLIN):
+            raise NoAnswer(
+                f"the prefill engine's handshake listener at {address} did not answer within "
+                f"{seconds:g} s",
+                "see whether that engine is alive, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and "
+                "_PORT to what this host can reach",
+            )
+
+
+_LOG = logging.getLogger("kvpatch.failed_loads")
+
+#: The block that stands for those that slid out of a window; every request may have it.
+_NULL_BLOCK = 0
+
+
+class StuckLoads:
+    """One worker's loads, where the release knows none that failed (<= 0.11.0).
+
+    A load that failed is not reported: it waits until its client gives it up. Then it is,
+    so that the scheduler knows that nothing is written to its blocks any more.
+    """
+
+    def __init__(self) -> None:
+        self._loading: set[str] = set()
+        self._failed: set[str] = set()
+        self._over: set[str] = set()
+        #: What the step has brought: a request of one of these names that ended is another one.
+        self._new: set[str] = set()
+
+    def begin(self, request_ids: Iterable[str]) -> None:
+        """Books what the scheduler asks for in a step."""
+        self._new = set(request_ids)
+        self._failed -= self._new
+        self._over -= self._new
+        self._loading |= self._new
+
+    def fail(self, request_id: str) -> None:
+        """Books that nothing more comes of one."""
+        if request_id in self._loading:
+            self._failed.add(request_id)
+
+    def report(self, received: Collection[str], finished: Collection[str]) -> set[str]:
+        """Returns what to tell the scheduler of.
+
+        Args:
+            received: loads that are done.
+            finished: requests that ended before this step, those that were aborted included.
+        """
+        self._over |= self._loading.intersection(finished) - self._new
+        self._new.clear()
+        let_go = self._failed & self._over
+        self._failed -= let_go
+        told = let_go.union(received)
+        self._loading -= told
+        self._over -= told
+        return told
+
+
+class FailedGroupLoads:
+    """A worker's loads that failed, where the model has several cache groups.
+
+    Those releases report them as received, and no block of theirs as invalid.
+    """
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def add(self, request_id: str) -> None:
+        """Books a failure; a background thread may."""
+        self._failed.add(request_id)
+
+    def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
+        """Returns what of `received` the scheduler may be told.
+
+        Args:
+            loading: the block ids of every request whose load had not ended before.
+        """
+        failed = received & self._failed
+        self._failed -= failed
+        for request_id in failed:
+            ids = {block for group in groups(loading[request_id]) for block in group}
+            self._invalid |= ids - {_NULL_BLOCK}
+            if not ids:  # P was to be told of it, and nobody waits
+                received = received - {request_id}
+        return received
+
+    def take_invalid(self) -> set[int]:
+        """The blocks of what was reported since this was asked last."""
+        taken, self._invalid = self._invalid, set()
+        return taken
+
+
+class FailedRequestSet(set[str]):
+    """Stands where a worker keeps its failed requests, and looks empty to it (0.11.1 to 0.21).
+
+    The release reports what it finds here as received, and looks up the engine that it came
+    from; it does not know a peer that was refused.
+
+    Args:
+        own: what the worker had there.
+        failures: is told of each too.
+    """
+
+    def __init__(self, own: Iterable[str], failures: FailedGroupLoads | None = None) -> None:
+        super().__init__()
+        self._failures = failures
+        self._ids: set[str] = set()
+        for request_id in own:
+            self.add(request_id)
+
+    def add(self, request_id: str) -> None:
+        """Books a failure; a background thread may."""
+        if self._failures is not None:
+            self._failures.add(request_id)
+        self._ids.add(request_id)
+
+    def take(self, reading: Container[str]) -> set[str]:
+        """Takes out those of which no read goes on: the release reports the others."""
+        found = {request_id for request_id in self._ids.copy() if request_id not in reading}
+        self._ids -= found
+        return found
+
+
+class FailedRequestQueue:
+    """Stands where a worker queues its failed requests (from 0.22 to 0.29).
+
+    The release reports a request with the first of its transfers that fails: its blocks
+    are used anew while others still write to them, and when these end, or fail too, the
+    engine does, for it looks for what it has let go of. Here a request comes out when none
+    of its transfers goes on. One without blocks (a full prefix hit) does not: its scheduler
+    does not wait for it, and stumbles over its name.
+
+    Args:
+        own: what stood there.
+    """
+
+    def __init__(self, worker: Any, own: Queue[str]) -> None:
+        self._worker = ref(worker)
+        self._ids: set[str] = set()
+        while not own.empty():
+            self.put(own.get_nowait())
+
+    def put(self, request_id: str) -> None:
+        """Books a failure; a background thread may."""
+        self._ids.add(request_id)
+
+    def empty(self) -> bool:
+        """True if there is none to report."""
+        return self._ready() is None
+
+    def get_nowait(self) -> str:
+        """Raises:
+        Empty: there is none to report.
+        """
+        request_id, worker = self._ready(), self._worker()
+        if request_id is None or worker is None:
+            raise Empty
+        self._ids.discard(request_id)
+        worker_state(worker).book.fail(request_id)
+        return request_id
+
+    def _ready(self) -> str | None:
+        worker = self._worker()
+        if worker is None:
+            return None
+        for request_id in self._ids.copy():
+            if worker._recving_transfers.get(request_id):
+                continue
+            metadata = worker._recving_metadata.get(request_id)
+            if metadata is not None and any(groups(metadata.local_block_ids)):
+                return request_id
+            self._ids.discard(request_id)
+            worker._recving_metadata.pop(request_id, None)
+        return None
+
+
+def watch_failed_loads(worker: Any) -> None:
+    """Has a worker keep failed requests that the release reports too early, or wrongly."""
+    own = worker._failed_recv_reqs
+    if isinstance(own, Queue):  # from 0.22
+        worker._failed_recv_reqs = FailedRequestQueue(worker, own)
+    elif not isinstance(own, (FailedRequestSet, FailedRequestQueue)):
+        failures = worker_state(worker).of(FailedGroupLoads) if has_several_groups(worker) else None
+        worker._failed_recv_reqs = FailedRequestSet(own, failures)
+
+
+def has_several_groups(worker: Any) -> bool:
+    """True if a worker's layers have block tables by group, so that the release fails none."""
+    return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
+
+
+def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
+    """Returns the failed requests that the scheduler waits for, and drops their metadata.
+
+    It does not wait for one without blocks (a full prefix hit, or an abort, of which P
+    was to be told), and stumbles over its name.
+    """
+    failed = set()
+    for request_id in unreported.take(worker._recving_transfers):
+        metadata = worker._recving_metadata.pop(request_id, None)
+        if metadata is None or any(groups(metadata.local_block_ids)):
+            failed.add(request_id)
+    return failed
+
+
+def pop_one_by_one(
+    worker: Any,
+    pop_done: Callable[[dict[str, Any]], set[str]],
+    transfers: dict[str, Any],
+    also: tuple[type[Exception], ...],
+    failed: Callable[[str], None],
+) -> set[str]:
+    """Returns the requests whose transfers are done, as `pop_done` finds them.
+
+    One that raises is not to take the others with it: they would be neither in
+    `transfers` nor reported.
+
+    Args:
+        also: what `pop_done` raises beside NIXL's own errors.
+        failed: is told of a request that raised; its transfers have been let go of.
+    """
+    errors = (*errors_of(worker.nixl_wrapper), *also)
+    done: set[str] = set()
+    for request_id, handles in list(transfers.items()):
+        one = {request_id: handles}
+        try:
+            done |= pop_done(one)
+        except errors:
+            _LOG.exception("the read of request %s broke off", request_id)
+            one.clear()
+            _let_go(worker, handles)
+            failed(request_id)
+        if request_id in one:
+            transfers[request_id] = one[request_id]
+        else:
+            del transfers[request_id]
+    return done
+
+
+def _let_go(worker: Any, handles: Iterable[Any]) -> None:
+    for entry in handles:
+        handle = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
+        try:
+            worker.nixl_wrapper.release_xfer_handle(handle)
+        except errors_of(worker.nixl_wrapper) as error:
+            _LOG.warning("a transfer that broke off could not be released: %s", error)
+
+
+def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
+    """Books a failed load where the release can neither fail nor repeat it."""
+    loads.fail(request_id)
+    _LOG.error(
+        "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
+        "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",
+        request_id,
+        reason,
+    )
+
+
+def whole_requests(
+    scheduler: Any, requests: Iterable[Any], invalid_block_ids: set[int]
+) -> tuple[set[str], int, list[Any]]:
+    """Returns which of these requests wait for blocks that failed in any group, and their tokens.
+
+    Nothing of them counts as computed from here on: which of its tokens all groups have would
+    depend on windows, and a load fails as a whole. Requests that do not wait come last.
+    """
+    failed: set[str] = set()
+    others: list[Any] = []
+    tokens = 0
+    for request in requests:
+        tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if all(invalid_block_ids.isdisjoint(table) for table in tables):
+            continue
+        if request.status.name != "WAITING_FOR_REMOTE_KVS":
+            others.append(request)
+            continue
+        failed.add(request.request_id)
+        tokens += request.num_computed_tokens
+        request.num_computed_tokens = request.num_external_computed_tokens = 0
+    return failed, tokens, others
 
 
 def _read_or_leave_waiting(
@@ -165,7 +460,6 @@ def _update_requests_with_invalid_blocks(
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    """What is wrapped in a release that needs it."""
     found: dict[Site, Wrapper | Step] = {}
     if facts.failed_loads == "unknown":
         found[seams.start_load_kv(facts)] = _start_load_kv

@@ -20,7 +20,7 @@ from kvpatch.worker.state import worker_state
 
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:
-    """The ranks of a larger peer whose heads one rank holds; None where they are not whole ranks.
+    """Returns the ranks of a larger peer whose heads one rank holds; None unless all are whole.
 
     Each rank of the peer is one of ours' alone, and is told by it alone.
     """
@@ -80,11 +80,7 @@ class RemoteAgents(dict[int, str]):
 def handshake_with_ranks(
     worker: Any, host: str, port: int, remote_tp_size: int, engine_id: str
 ) -> RemoteAgents:
-    """Shakes hands with each rank of a larger peer whose heads this one holds.
-
-    Raises:
-        PeerRefused: no rank of its has heads of one of ours alone.
-    """
+    """Shakes hands with each rank of a larger peer whose heads this one holds."""
     ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
     if ranks is None:
         raise PeerRefused(
@@ -120,5 +116,4 @@ def _nixl_handshake(
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """What is wrapped in a release that needs it."""
     return {seams.nixl_handshake(facts): _nixl_handshake}

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.staged_plan import Share
+from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's progress thread, and the worker's NIXL agent as that thread may use it."""
+
+    thread: ProgressThread
+    agent: Any
 
 
 class ChosenWays:

@@ -16,8 +16,7 @@ from kvpatch.load.read_request import HOLD, PlannedLoad, PlannedLoads, groups, l
 from kvpatch.load.shared_tokens import context_ranks
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
-from kvpatch.worker.kv_cache_groups import counted_group, has_state, still_has
-from kvpatch.worker.speculative_decoding import reserves_slots
+from kvpatch.worker.kv_cache_groups import counted_group, has_state, reserves_slots, still_has
 from kvpatch.worker.state import scheduler_state
 
 _LOG = logging.getLogger("kvpatch.prompts")

@@ -23,11 +23,7 @@ def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
 
 
 def compute_again(core: Any, output: Any) -> None:
-    """Has vLLM's scheduler compute the requests that are named among invalid blocks.
-
-    Args:
-        output: of the workers' connectors.
-    """
+    """Has vLLM's scheduler compute the requests that are named among invalid blocks."""
     invalid = output.invalid_block_ids
     if not invalid:
         return
@@ -45,9 +41,9 @@ def compute_again(core: Any, output: Any) -> None:
 
 
 def compute_failed_again(core: Any, output: Any) -> None:
-    """As :func:`compute_again`, of releases that report requests as failed (from 0.30).
+    """Does so on releases that report requests as failed (from 0.30).
 
-    They do so with the last of a request's ranks, which may be steps after the first.
+    They report with the last of a request's ranks, which may be steps after the first.
     """
     compute_again(core, output)
     if output.failed_recving:

@@ -8,10 +8,10 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -22,26 +22,48 @@ from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.plane import HeadName, Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
-from kvpatch.geometry.staged_plan import Share
-from kvpatch.load.chosen_ways import ChosenWays
-from kvpatch.load.read_factory import Progress, ReadFactory, Wanted
+from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.load.chosen_ways import ChosenWays, Progress
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, ReadsOfOthers
-from kvpatch.load.state_runs import states_plan
-from kvpatch.load.token_pairing import shares_of, state_pairs, tails_of
-from kvpatch.load.worker_staging_pool import staging_pool
+from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
 from kvpatch.observe.catalogue import Way
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.remote_planes import peer_memory
+from kvpatch.peer.block_shapes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.own_read import OwnRead
-from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
+from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.plane_bytes import Tails
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread, can_read_beside
+from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.state import worker_state
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Wanted(NamedTuple):
+    """What is to be read of one rank.
+
+    Attributes:
+        direct: goes straight to its place; planned once the read has begun.
+        staged: goes through the pool.
+        tails: is zeroed once the read has begun; None for nothing.
+        idle_until: where all that the rank has comes from others, the fate of a read of those: the
+            rank is only told, once that one is over.
+    """
+
+    direct: Iterable[Plan]
+    staged: Sequence[Share] = ()
+    tails: Callable[[], Tails] | None = None
+    idle_until: Fate | None = None
 
 
 class HeterogeneousReads:
@@ -73,13 +95,13 @@ class HeterogeneousReads:
             caches = Caches({name: destination.tensors[name] for name in reader.layers})
         if progress is not None and isinstance(caches, Caches):
             caches.thread = progress.thread.copying
-        self._factory = ReadFactory(pool, caches, progress)
+        self._caches, self._progress = caches, progress
         self._ways = ChosenWays(reader.mode, pool, caches.device)
 
     @property
     def thread(self) -> ProgressThread | None:
-        """What reads go on in between the engine's steps; None for the steps alone."""
-        return None if self._factory.progress is None else self._factory.progress.thread
+        """Returns the progress thread; None where reads go on in the engine's steps alone."""
+        return None if self._progress is None else self._progress.thread
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -92,12 +114,7 @@ class HeterogeneousReads:
         peer.add(rank, self._reader.planes)
 
     def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
-        """The transfer that replaces the release's own, of one rank of the peer.
-
-        Raises:
-            ReadRefused, UnpairableBlocks: the blocks do not hold the tokens.
-            PeerRefused: a head of ours is on none of the peer's ranks.
-        """
+        """Returns the transfer that replaces the release's own, of one rank of the peer."""
         reader, reading = self._reader, self._reader.being_read()
         if reading.peer.missing is not None:
             raise PeerRefused(
@@ -122,14 +139,7 @@ class HeterogeneousReads:
         releases = metadata.releases
         lifetime = reader.lifetime_of(number, rank.agent, rest.taken, releases, is_idle=is_idle)
 
-        def read(wanted: Wanted) -> OwnRead:
-            own = self._factory.read(nixl, ends, notification, wanted, reading.request, lifetime)
-            counts = own.telemetry()
-            reading.fate = reading.fate or own.fate
-            if counts is not None:  # what it will count in: nothing has been so far
-                counts.way = (self._pooled if wanted.staged else Way.DIRECT).value
-            return own
-
+        read = partial(self._read, nixl, ends, notification, lifetime)
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return read(Wanted((Plan(*whole),)))
@@ -146,12 +156,38 @@ class HeterogeneousReads:
         idle_until = reading.fate if is_idle else None
         return read(Wanted(direct, to_pool, tails, idle_until))
 
-    def holding_all(self, numbers: Sequence[int]) -> list[int]:
-        """Those of the ranks that it takes to read every head that any of them holds.
+    def _read(
+        self, nixl: Any, ends: Ends, notification: bytes, lifetime: Lifetime, wanted: Wanted
+    ) -> OwnRead:
+        """Makes a read that is not started.
 
-        Raises:
-            UnexpectedRead: nothing is being read.
+        Args:
+            nixl: the engine's agent.
+            notification: what the peer is told after the last byte.
+            lifetime: of the peer's blocks.
         """
+        reading, progress = self._reader.being_read(), self._progress
+        chunks = plan_chunks(wanted.staged, self.pool.chunk_bytes)
+        read = StagedRead(
+            nixl if progress is None else progress.agent,
+            self.pool,
+            self._caches,
+            ends,
+            notification,
+            Unposted(wanted.direct, chunks),
+        )
+        read.lifetime = lifetime
+        read.tails, read.idle_until = wanted.tails, wanted.idle_until
+        own = read if progress is None else BackgroundRead(read, progress.thread)
+        own.owner = reading.request
+        reading.fate = reading.fate or own.fate
+        counts = own.telemetry()
+        if counts is not None:  # what it will count in: nothing has been so far
+            counts.way = (self._pooled if wanted.staged else Way.DIRECT).value
+        return own
+
+    def holding_all(self, numbers: Sequence[int]) -> list[int]:
+        """Returns those ranks that it takes to read every head that any of them holds."""
         ranks = self._reader.being_read().peer.ranks
         held: frozenset[HeadName] = frozenset()
         found = []
@@ -163,11 +199,7 @@ class HeterogeneousReads:
         return found
 
     def agent(self, number: int) -> str:
-        """NIXL's name of a rank of the peer that is being read.
-
-        Raises:
-            UnexpectedRead: nothing is being read.
-        """
+        """Returns NIXL's name of a rank of the peer that is being read."""
         return self._reader.being_read().peer.ranks[number].agent
 
     def _has_our_blocks(self, metadata: AgentMetadata) -> bool:
@@ -182,7 +214,7 @@ class HeterogeneousReads:
     def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
-        """(remote address, local address, bytes) of blocks that are read as they are."""
+        """Returns addresses there and here, and bytes, of blocks that are read as they are."""
         ours = self._cross_layer
         if ours is None or not self._has_our_blocks(metadata):
             return None
@@ -216,7 +248,7 @@ class HeterogeneousReads:
         )
 
     def _tails(self, request: ReadRequest) -> Iterator[tuple[list[Plane], Segments]]:
-        """What no transfer covers in a request's last blocks."""
+        """Yields what no transfer covers in a request's last blocks."""
         for layers, tail in tails_of(self._ours, self._groups, request):
             planes = (plane for name in layers for plane in self._reader.layers[name].planes)
             yield [plane for plane in planes if not plane.is_whole], tail
@@ -253,3 +285,30 @@ def _made(worker: Any, reader: Reader) -> HeterogeneousReads:
         finalize(worker.nixl_wrapper, progress.thread.stop)
         shared.__wrapped__ = EngineAgent(agent, gate)
     return made
+
+
+def staging_pool(
+    nixl: Any, memory: Memory, device: torch.device, *, copied_to: torch.device | None = None
+) -> StagingPool:
+    """Returns a pool that becomes memory, registered with NIXL, when the first read needs it.
+
+    Args:
+        copied_to: the cache's own device, where that copies from a pool in host memory.
+    """
+
+    def make(size_bytes: int) -> torch.Tensor:
+        import torch
+
+        pinned = (
+            copied_to is not None and copied_to.type != "cpu" and torch.accelerator.is_available()
+        )
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if device.type != "cpu":
+            # Whoever had this memory before may have work in the queue; NIXL waits for nobody.
+            torch.get_device_module(device).synchronize(device)
+        place = (buffer.data_ptr(), size_bytes, memory.device_id, "")
+        nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
+        return buffer
+
+    on_device = device.type != "cpu" or (copied_to is not None and copied_to.type != "cpu")
+    return StagingPool(settings.staging_bytes(), make, on_device)

@@ -44,7 +44,7 @@ class MappedPages:
 def pages_behind(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
 ) -> MappedPages | None:
-    """How to tell pages that are not mapped, as at registration most are; None if nobody can."""
+    """Returns how to tell pages that are not mapped, as most are now; None if unknown."""
     driver = backing.driver()
     if driver is None or not layers:
         return None
@@ -62,14 +62,7 @@ def refuse_unmapped(
     request: ReadRequest,
     kernel_blocks_per_block: int,
 ) -> None:
-    """Refuses a request whose blocks have no page of their own here.
-
-    Args:
-        pages: of this worker; None where nobody can tell.
-
-    Raises:
-        ReadRefused: the first such block, and what to set.
-    """
+    """Refuses a request whose blocks have no page of their own here."""
     if pages is None:
         return
     for group, named in zip(groups, request.local_blocks, strict=False):
@@ -90,7 +83,7 @@ def refuse_unmapped(
 def _places(
     pages: MappedPages, group: Group, numbers: Int64Array
 ) -> Iterator[tuple[str, int, int]]:
-    """(layer, block, address) of each page that the blocks lie in, once, in two layers."""
+    """Yields the layer, block and address of each page under the blocks, once, in two layers."""
     seen: set[int] = set()
     # kvcached maps a page of all layers together; the outermost ones end a pool's blocks.
     # A block of recurrent state is one of attention's memory, whichever layers have it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any
@@ -11,6 +11,13 @@ from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
 from kvpatch.core.proxies import AgentProxy
 from kvpatch.load.prepared_transfers import RequestContext
 from kvpatch.load.reader import Reader
+from kvpatch.load.transfer_handles import (
+    agents_beside,
+    heterogeneous_engine_of,
+    rank_like_us,
+    ranks_of,
+)
+from kvpatch.peer.other_releases import to_agent, to_engine
 from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import HEARTBEAT, Lifetime
 from kvpatch.transfer.nixl import mask_of, tell_over
@@ -18,47 +25,21 @@ from kvpatch.transfer.own_read import OwnRead
 
 
 class ReadingAgent(AgentProxy):
-    """Prepares the reader's transfers in place of the release's own while the reader reads.
+    """Prepares the reader's transfers in place of the release's own while the reader reads."""
 
-    Args:
-        ranks_of: (engine id, handle) -> the peer's ranks that it stands for: one, or all where
-            the release knows one handle for them.
-        engine_of: handle -> the heterogeneous engine that it belongs to, if it does to one.
-        beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
-        rank_of: (engine id, handle) -> the rank of a peer like us that it stands for, and its name
-            to NIXL; None where that is not known.
-    """
-
-    def __init__(
-        self,
-        agent: Any,
-        reader: Reader,
-        ranks_of: Callable[[str, Any], Sequence[int]],
-        engine_of: Callable[[Any], str | None],
-        beside: Callable[[str], Sequence[str]],
-        rank_of: Callable[[str, Any], tuple[int, str] | None] = lambda engine_id, handle: None,
-    ) -> None:
+    def __init__(self, agent: Any, reader: Reader, worker: Any) -> None:
         super().__init__(agent)
         self._self_reader = reader
-        self._self_ranks_of = ranks_of
-        self._self_engine_of = engine_of
-        self._self_beside = beside
-        self._self_rank_of = rank_of
+        self._self_worker = worker
 
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
+        """Keeps what hides addresses of the peer's rank in P's answers."""
         name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
         self._self_reader.masks[name] = mask_of(metadata)
         return name
 
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; the descriptors that are named are not the ones that are read.
-
-        Raises:
-            KvpatchError: the request is refused.
-            ReadRefused: a peer that was only shown as one like us would be read as one, or
-                blocks to fill are not there.
-        """
+        """Prepares the read that is wanted, in place of the one that the descriptors name."""
         with self._self_reader.refusals():
             return self._make_prepped_xfer(*args, **kwargs)
 
@@ -75,20 +56,20 @@ class ReadingAgent(AgentProxy):
     ) -> Any:
         context = self._self_reader.context
         if context is not None:
-            notif_msg = self._self_reader.to_engine(context.engine_id, notif_msg) or b""
+            notif_msg = to_engine(self._self_worker, context.engine_id, notif_msg) or b""
             if context.refusal is not None:
                 self._let_go(context.engine_id, remote_handle, notif_msg)
                 raise context.refusal
             context.check_blocks()
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
-            ranks = self._self_ranks_of(engine_id, remote_handle)
+            ranks = ranks_of(self._self_worker, engine_id, remote_handle)
             try:
                 return self._prepare(ranks, notif_msg)
             except KvpatchError:
                 self._let_go(engine_id, remote_handle, notif_msg)
                 raise
-        engine = self._self_engine_of(remote_handle)
+        engine = heterogeneous_engine_of(self._self_worker, remote_handle)
         if engine is not None:
             raise ReadRefused(
                 f"engine {engine} has another geometry, and a transfer with it was prepared as if "
@@ -114,16 +95,14 @@ class ReadingAgent(AgentProxy):
     def _rank_like_us(
         self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
     ) -> tuple[str, Lifetime] | None:
-        """NIXL's name of a rank of a peer like us, and what is known of the blocks that it holds.
+        """Returns NIXL's name of a rank of a peer like us, and what is known of the blocks that it
+        holds.
 
-        None where nobody knows which rank it is, or anything of its blocks.
-
-        Raises:
-            ReadRefused: what P is said to have answered does not fit it.
+        None where it is not known which rank it is, or nothing of its blocks.
         """
         if context is None or operation != "READ":
             return None
-        rank = self._self_rank_of(context.engine_id, handle)
+        rank = rank_like_us(self._self_worker, context.engine_id, handle)
         if rank is None:
             return None
         try:
@@ -156,16 +135,16 @@ class ReadingAgent(AgentProxy):
         """Tells a peer that a request is over: nobody will ever read its blocks."""
         peer = self._self_reader.peer(engine_id)
         if peer is not None:
-            ranks = self._self_ranks_of(engine_id, remote_handle)
+            ranks = ranks_of(self._self_worker, engine_id, remote_handle)
             tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
         """Sends a message to a rank, and to those beside it of which the release does not know."""
-        told = self._self_reader.to_agent(remote_agent_name, notif_msg)
+        told = to_agent(self._self_worker, remote_agent_name, notif_msg)
         if told is None:
             return None
         notif_msg = told
-        beside = self._self_beside(remote_agent_name)
+        beside = agents_beside(self._self_worker, remote_agent_name)
         others = [name for name in beside if name != remote_agent_name]
         tell_over(self.__wrapped__, others, notif_msg)
         now = monotonic()

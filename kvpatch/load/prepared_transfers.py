@@ -35,7 +35,7 @@ class Reading:
     fate: Fate | None = None
 
     def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
-        """The ranks before one of which a read is prepared now."""
+        """Returns the ranks before one of which a read is prepared now."""
         if rank in self.ranks:  # once more, for memory of another kind
             return self.ranks[: self.ranks.index(rank)]
         before, self.ranks = self.ranks, (*self.ranks, rank)
@@ -101,20 +101,13 @@ class RequestContext:
     when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
 
     def check_blocks(self) -> None:
-        """Calls the check.
-
-        There, and not before, the release makes a failed load of what it raises.
-        """
+        """Calls the check, here where the release makes a failed load of what it raises."""
         if self.check is not None:
             self.check()
             self.check = None
 
     def checks_of(self, rank: RankRead) -> tuple[Check, ...]:
-        """Returns the checks of a read, in the order in which it asks them.
-
-        Raises:
-            ReadRefused: P's answer is of another engine.
-        """
+        """Returns the checks of a read, in the order in which it asks them."""
         found: tuple[Check, ...] = ()
         for make in self.checks:
             check = make(rank, found)

@@ -26,17 +26,6 @@ HOLD, DIGEST = "kvpatch_hold", "kvpatch_digest"
 _LAST_REQUESTS = 16
 
 
-@dataclass(eq=False)
-class Cancellation:
-    """Whether nobody waits for a read any more; a worker's own."""
-
-    is_cancelled: bool = False
-
-
-def _now() -> float:
-    return time.monotonic()
-
-
 @dataclass(frozen=True)
 class ReadRequest:
     """What a request needs from its peer, as the scheduler knew it.
@@ -47,7 +36,6 @@ class ReadRequest:
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
-        cancellation: set when the request is over before its read is.
         waited: seconds since D was given the request, as its scheduler knew them; None where nobody
             does.
         is_read_back: whether a P reads an earlier turn back from a D.
@@ -61,13 +49,12 @@ class ReadRequest:
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
-    cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     waited: float | None = None
     is_read_back: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     #: When this process got to know of it. Clocks of two processes are never compared.
-    known_since: float = field(default_factory=_now, compare=False, repr=False)
+    known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
     @property
     def arrived(self) -> float | None:
@@ -200,7 +187,7 @@ def loaded_tokens(
 
 
 def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
-    """How many of a request's prompt P computes.
+    """Returns how many of a request's prompt P computes.
 
     Not the last ones of a model with recurrent state, or where D's drafter needs them.
     """
@@ -211,7 +198,7 @@ def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
 
 
 def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:
-    """Tokens of D's own prefix cache, where its list of blocks does not tell them."""
+    """Returns the tokens of D's own prefix cache, where its list of blocks does not tell them."""
     if not facts.reserves_drafted_blocks or not facts.counts_prefix_hits:
         return None
     stats = request.prefill_stats  # None once a request was preempted
@@ -219,36 +206,35 @@ def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:
 
 
 def read_request_of(entry: Any) -> ReadRequest | None:
-    """What is written on an entry of the connector's metadata; None where nothing is."""
+    """Returns what is written on an entry of the connector's metadata; None where nothing is."""
     found = getattr(entry, _READ_REQUEST, None)
     return found if isinstance(found, ReadRequest) else None
 
 
 def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
-    """(request id, what it reads) of what the connector's metadata asks a worker for."""
+    """Returns the id of each request that the metadata asks a worker for, and what it reads."""
     found = ((name, read_request_of(entry)) for name, entry in metadata.reqs_to_recv.items())
     return [(name, order) for name, order in found if order is not None]
 
 
 def _address(entry: Any, facts: ReleaseFacts) -> tuple[Any, str]:
-    """Where an entry has what it says of its peer, and what the names there begin with."""
+    """Returns where an entry has what it says of its peer, and what the names there begin with."""
     return (entry.remote, "") if facts.names_remote_request else (entry, "remote_")
 
 
 def engine_of(entry: Any, facts: ReleaseFacts) -> str:
-    """The peer's engine id."""
     owner, prefix = _address(entry, facts)
     return str(getattr(owner, f"{prefix}engine_id"))
 
 
 def remote_blocks(entry: Any, facts: ReleaseFacts) -> Any:
-    """The peer's blocks as the entry has them now."""
+    """Returns the peer's blocks as the entry has them now."""
     owner, prefix = _address(entry, facts)
     return getattr(owner, f"{prefix}block_ids")
 
 
 def local_blocks(entry: Any, facts: ReleaseFacts) -> Any:
-    """D's blocks, as the release pairs them with what the entry has of the peer's."""
+    """Returns D's blocks, as the release pairs them with what the entry has of the peer's."""
     if not facts.expands_remote_blocks:
         return entry.local_block_ids
     return entry.local_physical_block_ids
@@ -263,7 +249,7 @@ def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]], facts: Re
 def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
     """Gives the entry as many remote blocks as local ones, all of them block 0.
 
-    The release pairs the two lists one to one; which bytes that means is ours.
+    The release pairs the two lists one to one; kvpatch decides which bytes that means.
     """
     _keep_and_set(entry, _zeros(local_blocks(entry, facts)), facts)
 
@@ -290,7 +276,7 @@ def _set_remote_blocks(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
 
 
 def are_grouped(blocks: Any) -> bool:
-    """Whether there is a list of block ids per cache group, and not a flat one (<= 0.17)."""
+    """True if there is a list of block ids per cache group, and not a flat one (<= 0.17)."""
     return bool(len(blocks)) and hasattr(blocks[0], "__len__")
 
 

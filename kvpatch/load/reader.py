@@ -7,7 +7,7 @@ them shakes hands (``heterogeneous_reads``), and not imported before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,10 +62,6 @@ class Destination:
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
 
-def _as_it_is(_: str, message: bytes) -> bytes | None:
-    return message
-
-
 class ReadsOfOthers(Protocol):
     """What reads from peers of another geometry (``heterogeneous_reads``).
 
@@ -77,7 +73,7 @@ class ReadsOfOthers(Protocol):
 
     @property
     def thread(self) -> ProgressThread | None:
-        """What reads go on in between the engine's steps; None for the steps alone."""
+        """Returns the progress thread; None where reads go on in the engine's steps alone."""
 
     def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
         """Returns the transfer that replaces vLLM's own, of one rank of the peer."""
@@ -104,8 +100,6 @@ class Reader:
         heterogeneous: what reads from these; None before the first of them shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
         leases: how long peers keep what is to be read.
-        to_engine: (engine id, message) -> the message in that engine's words, None for none.
-        to_agent: (NIXL's name of a rank, message) -> the same.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
         check_makers: give each load what makes the checks of its reads.
         book: of its worker.
@@ -126,22 +120,20 @@ class Reader:
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
         self.context: RequestContext | None = None
         self.leases = Leases()
-        self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
-        self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
         self.masks: RecentEngines[int] = RecentEngines()
         self.check_makers: tuple[CheckLoad, ...] = ()
         self.book = Book()
         self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     def peer(self, engine_id: str) -> Peer | None:
-        """The peer of that engine id, if it is one of another geometry."""
         return self.peers.get(engine_id)
 
     def keep(self, booked: Collection[str]) -> None:
         """Forgets the engines that the release has let go of, or never took on.
 
-        It books an engine when all ranks have shaken hands, so that one that is on its way is not
-        booked either: those are forgotten that are not at two handshakes of others.
+        It books an engine when all ranks have shaken hands. So an engine is forgotten that is not
+        booked
+        at two handshakes of others.
 
         Args:
             booked: the engines that the release knows, and the one that hands are shaken with.
@@ -162,17 +154,16 @@ class Reader:
 
     @property
     def has_state(self) -> bool:
-        """Whether some of our layers have recurrent state."""
         return bool(self.destination.states)
 
     @property
     def is_for_all(self) -> bool:
-        """Whether peers like us are read by us too: the release does not know our tensors."""
+        """True if kvpatch must read identical peers too: vLLM was shown stand-in tensors."""
         return self.layers is not self.ours.layers
 
     @property
     def reads_all(self) -> bool:
-        """Whether peers like us are read by us for any reason."""
+        """True if identical peers are read by kvpatch for any reason."""
         return self.is_for_all or self.ours.misreads_blocks
 
     @contextmanager
@@ -200,7 +191,7 @@ class Reader:
             raise
 
     def is_reading(self) -> str | None:
-        """The engine that we read from; None outside a request, and where the release reads."""
+        """Returns the engine that kvpatch reads from; None where vLLM reads."""
         context = self.context
         return None if context is None or context.reading is None else context.engine_id
 
@@ -213,17 +204,14 @@ class Reader:
         *,
         is_idle: bool = False,
     ) -> Lifetime:
-        """Of what is read of a rank: what checks it, and the lease of its blocks.
+        """Returns what checks a read of a rank, and the lease of its blocks.
 
-        What a read finds of the blocks stands in the metrics, and fails as a check's.
+        What the read finds of the blocks stands in the metrics, and fails as a check's.
 
         Args:
             taken: heads that come from other ranks; None where the release reads.
             releases: that the peer may be of; none where it is this worker's.
-            is_idle: whether nothing is read of it.
-
-        Raises:
-            ReadRefused: P's answer is of an engine with fewer ranks.
+            is_idle: True if nothing is read of it.
         """
         context = self.context
         if context is None:
@@ -246,11 +234,7 @@ class Reader:
         return leases.lease(agent, context.arrived, is_read_back=context.is_read_back)
 
     def being_read(self) -> Reading:
-        """Returns what is being read from a peer of another geometry.
-
-        Raises:
-            UnexpectedRead: nothing is.
-        """
+        """Returns what is being read from a peer of another geometry."""
         if self.context is None or self.context.reading is None:
             raise UnexpectedRead("a transfer was prepared outside a request")
         return self.context.reading

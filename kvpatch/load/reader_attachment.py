@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -12,16 +11,10 @@ from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.core.proxies import AgentProxy
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.load.divided_block_handles import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.reader import Destination, Reader
-from kvpatch.load.transfer_handles import (
-    agents_beside,
-    heterogeneous_engine_of,
-    rank_like_us,
-    ranks_of,
-)
+from kvpatch.load.transfer_handles import watch_divided_blocks
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
@@ -31,12 +24,10 @@ from kvpatch.peer.inspected_caches import (
     has_blocks_of,
     is_plain,
 )
+from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_states import places_of_states
-from kvpatch.peer.split_kv import kv_split_of
-from kvpatch.peer.unlike_releases import messages
 from kvpatch.transfer.lifetime import Leases
-from kvpatch.worker.backend_layouts import backend_layouts
-from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -54,11 +45,7 @@ _READ_BACK_SECONDS = 480
 def attach_reader(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
 ) -> None:
-    """Gives a worker its reader, where its cache is one that can be read into.
-
-    Raises:
-        RegistrationRefused: it is not, and nobody else knows how its blocks lie.
-    """
+    """Gives a worker its reader, where its cache is one that can be read into."""
     worker = release.worker
     is_misread = (
         release.facts.topology_has_block_size
@@ -83,21 +70,12 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker, release.facts)
-        reader.to_engine = partial(messages.to_engine, worker)
-        reader.to_agent = partial(messages.to_agent, worker)
         reader.book = state.book
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)
         state.hold(ours)
         state.hold(reader)
-        worker.nixl_wrapper = ReadingAgent(
-            agent,
-            reader,
-            partial(ranks_of, worker),
-            partial(heterogeneous_engine_of, worker),
-            partial(agents_beside, worker),
-            partial(rank_like_us, worker),
-        )
+        worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
         watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()
 
@@ -175,7 +153,7 @@ def _with_states(
     states: Mapping[str, StatePages],
     cross_layer: RegisteredCrossLayerBlocks | None,
 ) -> LocalGeometry:
-    """Our side with its states' pages as the release was shown them."""
+    """Returns our side with its states' pages as the release was shown them."""
     if cross_layer is None:
         ours = replace(ours, states=states)
         told = states_digest(

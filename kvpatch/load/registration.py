@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 def registration_step(
     facts: ReleaseFacts, part: Callable[..., object] | None = None
 ) -> dict[Site, Step]:
-    """A patch's part in the call; which part that is its slug says.
+    """Returns a patch's part in the call; which part that is its slug says.
 
     Args:
-        part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what adds to
-            answers that begin as the worker registers (``<= 0.11.0``); of ``stale_blocks`` and
-            ``digests``, what makes the table; of ``host_buffer``, what makes the buffer and
-            returns its tensors.
+        part: watches a worker's loads (``failed_loads``), adds to answers that begin as the worker
+            registers
+            (``unlike_engines`` ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or
+            makes the
+            buffer and returns its tensors (``host_buffer``).
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -66,11 +67,7 @@ def _register(
     register: Register,
     kv_caches: Mapping[str, Any],
 ) -> Any:
-    """Registers tensors in the steps that are on.
-
-    Raises:
-        RegistrationRefused, HostBufferRefused, UnreadableGeometry: they cannot be.
-    """
+    """Registers tensors in the steps that are on."""
     # Schedulers, which register nothing, import none of it.
     from kvpatch.load import shown_tensors
     from kvpatch.load.reader_attachment import attach_reader

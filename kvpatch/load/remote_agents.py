@@ -17,10 +17,10 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.divided_block_handles import blocks_undivided
 from kvpatch.load.reader import Reader
 from kvpatch.load.reordered_loads import note_peer
-from kvpatch.load.smaller_blocks_admission import why_misread
+from kvpatch.load.smaller_blocks import why_misread
+from kvpatch.load.transfer_handles import blocks_undivided
 from kvpatch.peer.agent_metadata import (
     AgentMetadata,
     read_agent_metadata,
@@ -34,29 +34,33 @@ from kvpatch.peer.homogeneous_view import (
     book_own_cut,
     check_descriptors,
     has_ranks_unmet,
+    heads_without_replication,
     homogeneous_layout,
     homogeneous_metadata,
     layout_called,
-)
-from kvpatch.peer.kv_head_replication import (
-    heads_without_replication,
     model_of_heads,
 )
-from kvpatch.peer.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
-from kvpatch.peer.unlike_releases.peer_releases import PeerReleases, Statement
-from kvpatch.peer.unlike_releases.translation import read_statement
+from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
+from kvpatch.peer.stated_words import (
+    CONTENTS,
+    KEYS,
+    LAYOUT,
+    SideChannels,
+    check_contents,
+    contents_of,
+    stated_blocks,
+)
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kinds_of_layers import has_slots, kind_of
+from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
-from kvpatch.worker.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.state import WorkerState, release_worker, worker_state
 from kvpatch.worker.state_division import divided_states
-from kvpatch.worker.whole_blocks import check_contents, contents_of
 
 if TYPE_CHECKING:
     from kvpatch.peer.remote_ranks import RemoteRank
@@ -67,7 +71,7 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
-    """This worker's cache, as far as a peer of its is judged by it."""
+    """Returns this worker's cache, as far as a peer is judged by it."""
     state = worker_state(release.worker)
     reader = state.held(Reader)
     if reader is None:
@@ -124,7 +128,7 @@ def _layout_of(worker: Any, facts: ReleaseFacts) -> str | None:
 
 
 def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
-    """Whether P has the CPU backend, and its processor the say in how its keys lie."""
+    """True if P has the CPU backend, and its processor decides how its keys lie."""
     ours = local.geometry
     backend = ours.backend if peer.named is None else peer.named.backend
     form = ours.facts.form_of(backend)
@@ -134,7 +138,7 @@ def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
 
 
 def _has_sure_layout(state: WorkerState, ours: LocalGeometry) -> bool:
-    """Whether peers on devices like ours have the layout that they state.
+    """True if peers on devices like ours have the layout that they state.
 
     A stock peer on a device without storages states the layout that was asked for, and its host
     buffer has the one of its tensors' shapes.
@@ -168,12 +172,7 @@ class Handshake:
     contexts: tuple[Any, ...]
 
     def read(self, local: LocalCache | UnreadCache) -> AgentMetadata | UncheckedMetadata:
-        """What the peer states, as far as our side of it asks.
-
-        Raises:
-            PeerRefused: it states what cannot be true, or has another hash than ours, and
-                nobody here looks at more of it.
-        """
+        """Returns what the peer states, as far as our side of it asks."""
         named = worker_state(self.worker).of(NamedPeers).accepted()
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
@@ -225,11 +224,7 @@ class Handshake:
         return self._with_memory_layout(peer) if statement is None else peer
 
     def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:
-        """The layout of a host buffer at P, which vLLM's own may state wrongly.
-
-        Raises:
-            PeerRefused: nobody says what it is.
-        """
+        """Returns the peer with its host buffer's layout, which vLLM's own may state wrongly."""
         release, state = release_worker(self.worker), worker_state(self.worker)
         is_open = self.facts.encodes_metadata and release.is_where_mirrors_are
         is_open = is_open and state.is_host_buffered and release.memory_layout is not None
@@ -246,37 +241,29 @@ class Handshake:
 
     @cached_property
     def _words(self) -> Mapping[str, object]:
-        """What the rank answers, its own kvpatch's words among it; asked for once."""
+        """Returns what the rank answers, its own kvpatch's words among it; asked for once."""
         channels = worker_state(self.worker).of(SideChannels)
         return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
 
     def _check_contents(self) -> None:
-        """Of blocks that are no rows of tokens, where ours has some.
-
-        Raises:
-            PeerRefused: P's hold something else.
-        """
+        """Refuses a P whose blocks of states or rings hold something else than ours."""
         ours = contents_of(ReleaseWorker(self.worker, self.facts))
         if ours is not None:
             check_contents(ours, self._words.get(CONTENTS))
 
     def _regions(self) -> tuple[Region, ...]:
-        """The peer's, where rows may hold layers of unlike kinds (from 0.29)."""
+        """Returns the peer's, where rows may hold layers of unlike kinds (from 0.29)."""
         if not self.facts.names_layouts:
             return ()
         return regions_of(self.metadata.kv_caches_base_addr, self.metadata.block_lens)
 
     def _statement(self) -> Statement | None:
-        """What a P of another release has stated in its own words; None of any other."""
+        """Returns what a P of another release has stated in its own words; None of any other."""
         found = worker_state(self.worker).held(PeerReleases)
         return None if found is None else found.stated(self.metadata.engine_id, self.tp_rank)
 
     def act(self, decision: Decision) -> Any:
-        """Has the release book the peer as what it was found to be.
-
-        Raises:
-            PeerRefused: it was refused, or is more than can be prepared for.
-        """
+        """Has the release book the peer as what it was found to be, or refuses it."""
         if isinstance(decision, Refuse):
             raise decision.error
         state = worker_state(self.worker)
@@ -292,7 +279,7 @@ class Handshake:
         return self._add_like(decision.peer, _reader(state))
 
     def _warn(self, variables: Sequence[str]) -> None:
-        """Says once of a peer that it is taken for a like engine."""
+        """Warns once of a peer that is taken for a like engine."""
         engine_id = self.metadata.engine_id
         warned = worker_state(self.worker).of(SideChannels).warned
         if engine_id in warned:
@@ -335,9 +322,9 @@ class Handshake:
         return rank.agent
 
     def _add_as_homogeneous(self, peer: AgentMetadata, ours: LocalGeometry) -> Any:
-        """Shows the release a peer like us, within the memory of this one; its name to NIXL.
+        """Shows the release a peer like us in this one's memory, and returns its name to NIXL.
 
-        One block's worth of it, for its books: it makes descriptors of all that it is shown.
+        It shows one block's worth of memory: the release makes descriptors of all that it is shown.
         """
         view = homogeneous_metadata(
             self.metadata,

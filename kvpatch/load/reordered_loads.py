@@ -30,13 +30,10 @@ class ReorderedLoads:
     arriving: Sequence[tuple[Any, bool]] | None = None
 
     def is_reordered(self, block_ids: Any) -> bool:
-        """Whether a load's blocks are another backend's rows.
+        """True if a load's blocks are another backend's rows.
 
         Args:
             block_ids: the very list that the load's metadata has.
-
-        Raises:
-            ReadRefused: nobody knows whose they are.
         """
         if self.arriving is None:  # a handshake's thread has set the flag since: its peer is new
             return False
@@ -60,7 +57,7 @@ def note_peer(worker: Any, metadata: Any) -> None:
 
 
 def note_loads(worker: Any) -> None:
-    """Before the release looks at what has arrived, and may reorder: whose loads are coming."""
+    """Notes whose loads are coming, before the release looks at them and may reorder them."""
     state = worker_state(worker)
     loads = state.of(ReorderedLoads)
     loads.arriving = [

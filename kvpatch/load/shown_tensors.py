@@ -6,7 +6,9 @@ own, blocks that hold all layers as the cross-layer blocks of a pool.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvpatch.core import settings
@@ -18,12 +20,10 @@ from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.kvcached.transports import note_transport, refuse_cards
 from kvpatch.load.mapped_pages import pages_behind
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks, register_cross_layer_blocks
-from kvpatch.worker.backend_layouts import state_own_order
-from kvpatch.worker.local_geometry import state_layout_of_strides
+from kvpatch.worker.local_geometry import state_layout_of_strides, state_own_order
 from kvpatch.worker.registered_caches import LayerCache, read_layers
 from kvpatch.worker.registration_check import strides_checked
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.split_registration import shown_apart
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.vllm_bugs import misread_states
 
@@ -45,14 +45,10 @@ def register_as_they_lie(
     *,
     is_read_by_us: bool,
 ) -> Any:
-    """Registers tensors by the places where their blocks are.
+    """Registers tensors by the places where their blocks are, or refuses them.
 
     Args:
-        is_read_by_us: whether the worker will have a reader, which knows cross-layer
-            blocks.
-
-    Raises:
-        RegistrationRefused: the release would move other bytes.
+        is_read_by_us: True if the worker will have a reader, which knows cross-layer blocks.
     """
     state = worker_state(release.worker)
     state.drop(RegisteredCrossLayerBlocks)  # of an earlier registration
@@ -96,11 +92,7 @@ def register_as_they_lie(
 
 
 def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """Registers a tensor that layers share with the first of them alone (<= 0.10.1).
-
-    Raises:
-        RegistrationRefused: the release has books by layer that need all of them.
-    """
+    """Registers a tensor that layers share with the first of them alone (<= 0.10.1)."""
     owners = first_layers(kv_caches)
     if len(owners) < len(kv_caches) and worker.model_config.hf_config.model_type == "llama4":
         raise RegistrationRefused(
@@ -112,7 +104,7 @@ def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch
 
 
 def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first layer of every tensor, in the order of registration."""
+    """Returns the first layer of every tensor, in the order of registration."""
     owners: dict[int, str] = {}
     for layer, cache in kv_caches.items():
         owners.setdefault(cache.data_ptr(), layer)
@@ -122,7 +114,7 @@ def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def _with_keys_apart(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
 ) -> Mapping[str, Any]:
-    """The tensors with keys first, where keys and values are apart; else as they are."""
+    """Returns the tensors with keys first, where keys and values are apart; else as they are."""
     apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
     if not apart:
         return kv_caches
@@ -138,7 +130,7 @@ def _with_keys_apart(
 
 
 def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
-    """How one layer's blocks lie, from the distance between them."""
+    """Returns how one layer's blocks lie, from the distance between them."""
     content_bytes = block_bytes(planes[:1])
     stride_bytes = planes[0].strides_bytes.block
     if stride_bytes == content_bytes * len(planes):
@@ -149,7 +141,7 @@ def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
 
 
 def is_split_inside(cache: LayerCache) -> bool:
-    """Whether keys and values are apart where the shape says that a block holds both.
+    """True if keys and values are apart where the shape says that a block holds both.
 
     A keys-first tensor is two regions to every release that has such tensors.
     """
@@ -163,7 +155,7 @@ def has_cross_layer_blocks(
     *,
     has_state: bool = False,
 ) -> bool:
-    """Whether any layer's blocks have other layers' between them.
+    """True if any layer's blocks have other layers' between them.
 
     A single layer's have not, and are cross-layer blocks all the same where this release has keys
     and values in regions of their own, or packed. Not in hybrid models, in which the release
@@ -183,11 +175,7 @@ def has_cross_layer_blocks(
 
 
 def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
-    """Refuses a worker whose reads the release would do itself, which knows no cross-layer blocks.
-
-    Raises:
-        RegistrationRefused: with the setting that helps.
-    """
+    """Refuses a worker whose reads the release would do, which knows no cross-layer blocks."""
     if not is_read_by_us:
         raise RegistrationRefused(
             "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
@@ -200,3 +188,80 @@ def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> No
             "read",
             "use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
+
+
+def shown_apart(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the registration must be handed in place of such caches."""
+    if release.facts.cache_shape != "packed":
+        _believe_in_keys_first(release)
+        return {layer: cache.transpose(0, 1) for layer, cache in kv_caches.items()}
+    storages = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
+    if len(storages) == 1 and not release.facts.names_layouts:
+        raise RegistrationRefused(
+            f"{len(kv_caches)} layers keep keys and values apart in one allocation, which this "
+            "release takes for blocks that hold all layers",
+            "give each layer an allocation",
+        )
+    return _as_layers(release, kv_caches)
+
+
+def _believe_in_keys_first(release: ReleaseWorker) -> None:
+    worker, source = release.worker, release.facts.shape_source
+    if source == "flags":
+        worker._use_flashinfer = False
+    elif source == "topology":
+        worker.kv_topo._is_kv_layout_blocks_first = False
+    elif source == "backend":
+        worker.attn_backend = _with_keys_first(worker.attn_backend)
+    else:
+        # The topology is made while registering and asks the first backend.
+        worker.attn_backends = [
+            b if release.is_of_state(b) else _with_keys_first(b) for b in worker.attn_backends
+        ]
+
+
+def _with_keys_first(backend: type) -> type:
+    """The backend as this worker must see it; the backend itself is not touched."""
+
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
+    ) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    shape = {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)}
+    return type(backend.__name__, (backend,), shape)
+
+
+def _as_layers(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
+    """One region a layer is all these releases know: each of keys and values becomes a layer."""
+    worker, shown = release.worker, {}
+    specs = dict(worker._layer_specs)
+    for layer, cache in kv_caches.items():
+        half = _half_page(release.spec_of(layer))
+        del specs[layer]
+        for part, name in enumerate(_names(layer)):
+            shown[name] = cache.select(1, part)
+            specs[name] = half
+    worker._layer_specs = specs
+    if release.facts.names_layouts:
+        plan = worker.kv_cache_config
+        groups = [
+            replace(group, layer_names=[n for layer in group.layer_names for n in _names(layer)])
+            for group in plan.kv_cache_groups
+        ]
+        worker.kv_cache_config = replace(plan, kv_cache_groups=groups)
+    return shown
+
+
+def _names(layer: str) -> tuple[str, str]:
+    return f"{layer}.keys", f"{layer}.values"
+
+
+def _half_page(spec: Any) -> Any:
+    """A spec of the same kind whose page holds one of keys and values."""
+    kind = type(spec)
+    page_bytes = spec.page_size_bytes // 2
+    half_kind = type(kind.__name__, (kind,), {"page_size_bytes": property(lambda _: page_bytes)})
+    half = copy.copy(spec)
+    object.__setattr__(half, "__class__", half_kind)
+    return half

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.worker.release_worker import ReleaseWorker
 
 ADVICE = "use one --block-size on both sides"
 
@@ -29,16 +31,16 @@ class Blocks:
 
     @property
     def tokens(self) -> int:
-        """Of one of the blocks that ids count."""
+        """Returns the tokens of one of the blocks that ids count."""
         return self.kernel_tokens * self.parts
 
 
 def smaller_blocks(
     worker: Any, engine_id: str, facts: ReleaseFacts
 ) -> tuple[Blocks, Blocks | None] | None:
-    """Our blocks, and those of a peer that has smaller ones as the release has booked it.
+    """Returns our blocks, and those of a peer that has smaller ones as the release has booked it.
 
-    None for any other peer. Theirs are None where nobody knows into what they are cut.
+    None for any other peer. Theirs are None where it is not known into what they are cut.
     """
     own_tokens = getattr(worker, "block_size", None)  # missing in workers of vLLM's own tests
     if own_tokens is None or engine_id not in worker._remote_agents or not facts.topology:
@@ -58,8 +60,51 @@ def smaller_blocks(
 
 
 def shares_tokens(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
-    """Whether ranks of either side share out tokens (decode context parallelism, from 0.29)."""
+    """True if ranks of either side share out tokens (decode context parallelism, from 0.29)."""
     if not facts.states_context_parallelism:
         return False
     theirs = worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size
     return bool(worker.dcp_size > 1 or theirs > 1)
+
+
+@dataclass(frozen=True)
+class JoiningCache:
+    """A cache of larger blocks, as far as the release puts smaller ones together in it.
+
+    Attributes:
+        key_order: None where nobody knows it.
+        decode_contexts: ranks that share out a block's tokens.
+        layout: as it is stated.
+    """
+
+    key_order: KeyOrder | None
+    decode_contexts: int
+    is_mla: bool
+    layout: str | None
+
+
+def why_misread(release: ReleaseWorker) -> str:
+    """Returns why the release puts wrong bytes into larger blocks, whatever the request, or ""."""
+    worker = release.worker
+    cache = JoiningCache(
+        key_order=release.key_order(),
+        decode_contexts=max(release.context_sizes[:1], default=1),
+        is_mla=bool(worker.use_mla),
+        layout=release.stated_layout,
+    )
+    return why_joined_wrongly(cache, release.facts)
+
+
+def why_joined_wrongly(cache: JoiningCache, facts: ReleaseFacts) -> str:
+    """Does the same by what is known of a cache."""
+    if cache.key_order is not KeyOrder.ROW_MAJOR:
+        return "takes keys that the backend keeps by column for rows"
+    if cache.decode_contexts > 1 and not facts.states_context_parallelism:
+        return "does not know that ranks share out the tokens of a block"
+    if facts.pairs_heads_by_layout:
+        return ""
+    if cache.is_mla:  # [block, 1, token, channel], of which it takes the second for tokens
+        return "zeroes all of a prompt's last block (0.29 to 0.31)" if facts.names_layouts else ""
+    if facts.cache_shape != "keys first":
+        return "puts heads in wrong places of larger blocks (0.23 to 0.31)"
+    return "" if cache.layout == "HND" else "takes NHD for HND in larger blocks"

@@ -8,15 +8,21 @@ pairs them rightly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.core.errors import ReadRefused, UnexpectedRead
+from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.smaller_blocks import ADVICE, Blocks, shares_tokens
+from kvpatch.load.transfer_handles import booked_ranks
+from kvpatch.transfer.nixl import tell_over
 from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.state import worker_state
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,10 @@ class Listed:
 def remote_slice(
     local: Listed, remote: Listed, ours: Blocks, theirs: Blocks, *, from_front: bool
 ) -> tuple[int, int] | None:
-    """The part of P's list that the release pairs with D's token by token; None for none.
+    """Returns the part of P's list that the release pairs with D's token by token; None for none.
 
     Args:
-        from_front: whether it pairs lists of unlike lengths from the front (recurrent state and
+        from_front: True if it pairs lists of unlike lengths from the front (recurrent state and
             blocks cut into unlike parts), and not from the end.
     """
     before = local.first_token - remote.first_token
@@ -63,11 +69,7 @@ class Pairing:
 
 
 def mend_pairing(worker: Any, meta: Any, pairing: Pairing) -> None:
-    """Leaves those of P's blocks on a request that the release pairs with D's.
-
-    Raises:
-        ReadRefused: there are no such blocks, or nobody can tell.
-    """
+    """Leaves those of P's blocks on a request that the release pairs with D's, or refuses it."""
     groups, ours, theirs, facts = pairing.groups, pairing.ours, pairing.theirs, pairing.facts
     local, remote = map(
         read_request.groups, (meta.local_block_ids, read_request.remote_blocks(meta, facts))
@@ -116,12 +118,7 @@ class _Lists:
     theirs: Blocks
 
     def local_list(self, number: int) -> Listed:
-        """Ours: it ends with the prompt's last token.
-
-        Raises:
-            ReadRefused: its first token is not known.
-            UnexpectedRead: there are more blocks than the prompt fills.
-        """
+        """Returns D's list, which ends with the prompt's last token."""
         held = len(self.local[number])
         if not self.groups[number].window_tokens:
             cache = self.worker.vllm_config.cache_config
@@ -138,7 +135,7 @@ class _Lists:
         return Listed(held, first)
 
     def remote_list(self, number: int) -> Listed:
-        """P's, without blocks that slid out of a window."""
+        """Returns P's list, without blocks that slid out of a window."""
         blocks = len(self.without_freed(number))
         if not self.groups[number].window_tokens:
             return Listed(blocks, 0)
@@ -148,7 +145,7 @@ class _Lists:
         return Listed(blocks, (ends - blocks) * self.theirs.tokens)
 
     def without_freed(self, number: int) -> tuple[int, ...]:
-        """P's ids, from the first block on that its window has."""
+        """Returns P's ids, from the first block on that its window has."""
         found = self.remote[number]
         if not self.groups[number].window_tokens:
             return found
@@ -156,7 +153,7 @@ class _Lists:
         return found[freed:]
 
     def _blocks_in_all(self, number: int) -> int:
-        """How many blocks of ours the prompt fills."""
+        """Returns how many of D's blocks the prompt fills."""
         if self.request is not None:
             return -(-self.request.tokens // self.ours.tokens)
         if self.groups[number].window_tokens:
@@ -179,11 +176,7 @@ def _no_count() -> ReadRefused:
 def _refuse_unlike_shares(
     meta: Any, local: tuple[tuple[int, ...], ...], remote: tuple[tuple[int, ...], ...]
 ) -> None:
-    """There the release pairs blocks one to one, smaller ones too, and leaves out the rest.
-
-    Raises:
-        ReadRefused: P has more blocks than D, or D has some already.
-    """
+    """Refuses unlike lists: here the release pairs blocks one to one, and leaves out the rest."""
     has_hit = any(meta.local_num_computed_blocks)
     if has_hit or any(len(theirs) > len(ours) for ours, theirs in zip(local, remote, strict=False)):
         raise ReadRefused(
@@ -191,3 +184,70 @@ def _refuse_unlike_shares(
             "ours",
             ADVICE,
         )
+
+
+@contextmanager
+def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
+    """While inside, the release reads a request of a peer of smaller blocks, or fails it."""
+    try:
+        mend_pairing(worker, meta, pairing)
+    except (ReadRefused, UnexpectedRead) as error:
+        worker_state(worker).book.refuse(error)
+        read_request.replace_remote_blocks(meta, _preparable(worker, meta, pairing), pairing.facts)
+        with refusing(worker, pairing.engine_id, error):
+            yield
+    else:
+        yield
+
+
+class _RefusingAgent(ObjectProxy):
+    """Raises where the release prepares a transfer: there it makes one failed load of it."""
+
+    def __init__(self, agent: Any, worker: Any, engine_id: str, error: KvpatchError) -> None:
+        super().__init__(agent)
+        self._self_worker = worker
+        self._self_engine_id = engine_id
+        self._self_error = error
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_handle: Any,
+        local_indices: Any,
+        remote_handle: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Raises:
+        KvpatchError: always; P is told that nobody will read its blocks.
+        """
+        ranks = booked_ranks(self._self_worker, self._self_engine_id, remote_handle)
+        tell_over(self.__wrapped__, [agent for _, agent in ranks], notif_msg)
+        raise self._self_error
+
+
+def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
+    """Returns as many times block 0 as have the release prepare a transfer."""
+    theirs = pairing.theirs
+    ratio = 1.0 if theirs is None else pairing.ours.tokens / theirs.tokens
+    lengths = []
+    for group, local in zip(pairing.groups, read_request.groups(meta.local_block_ids), strict=True):
+        length = len(local) if group.has_state else math.ceil(len(local) * ratio)
+        if shares_tokens(worker, pairing.engine_id, pairing.facts):
+            in_front = max(meta.local_num_computed_blocks, default=0) + 1
+            length = (length + in_front) * worker.dcp_size
+        lengths.append(length)
+    return [[0] * length for length in lengths]
+
+
+@contextmanager
+def refusing(worker: Any, engine_id: str, error: KvpatchError) -> Iterator[None]:
+    """While inside, a transfer that the release prepares fails with this error."""
+    agent = worker.nixl_wrapper
+    worker.nixl_wrapper = _RefusingAgent(agent, worker, engine_id, error)
+    try:
+        yield
+    finally:
+        worker.nixl_wrapper = agent

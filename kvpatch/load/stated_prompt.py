@@ -45,10 +45,9 @@ class StatedPrompt:
         return f"1/{self.tokens:x}/{self.prompt_tokens:x}/{chain}"
 
     def common_tokens(self, request: Any, *, names_images: bool) -> int | None:
-        """Returns how many tokens of P's prompt a request begins with; None where nobody knows.
+        """Returns how many tokens of P's prompt a request begins with; None where it is not known.
 
         Args:
-            request: vLLM's own.
             names_images: False where names of images do not follow from their content.
         """
         tokens = _prompt(request)
@@ -66,11 +65,7 @@ class StatedPrompt:
 
 
 def names_images(scheduler: Any) -> bool:
-    """True if vLLM names images by their content; without a prefix cache it may number them.
-
-    Args:
-        scheduler: the connector's scheduler half.
-    """
+    """True if vLLM names images by their content; without a prefix cache it may number them."""
     return bool(scheduler.vllm_config.cache_config.enable_prefix_caching)
 
 
@@ -78,7 +73,6 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
     """Returns what to state of a request's first tokens, whose keys and values are held.
 
     Args:
-        request: vLLM's own.
         names_images: False where names of images do not follow from their content.
     """
     known = _prompt(request)

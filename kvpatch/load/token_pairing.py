@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from kvpatch.core.errors import AS_ANSWERED, ReadRefused, UnexpectedRead, UnlikePrompts
+from kvpatch.geometry.direct_plan import Plan, plan_runs
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.segments import (
     BlockList,
@@ -17,8 +20,10 @@ from kvpatch.geometry.staged_plan import Share
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import tokens_of
+from kvpatch.peer.remote_states import RemoteStates
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.recurrent_state import StatePages
 
 
 def shares_of(
@@ -29,16 +34,13 @@ def shares_of(
     request: ReadRequest,
     block_tokens: Mapping[str, int] | None = None,
 ) -> tuple[Share, ...]:
-    """What to copy for a request from one rank of a peer.
+    """Returns what to copy for a request from one rank of a peer.
+
+    Refuses blocks that the peer does not have, that do not reach to the prompt's end, or that begin
+    behind a sliding window's first token.
 
     Args:
         block_tokens: of the peer's kernel blocks by layer; None where all have what it states.
-
-    Raises:
-        ReadRefused: the request names blocks that the peer does not have, or that do not reach
-            to the prompt's end, or a sliding window begins before them.
-        UnexpectedRead: this engine has more blocks than the prompt fills.
-        UnpairableBlocks: the blocks do not hold the tokens.
     """
     if request.tokens > request.remote_tokens:
         raise UnlikePrompts(
@@ -79,14 +81,11 @@ def shares_of(
 def state_pairs(
     groups: Iterable[Group], peer: AgentMetadata, request: ReadRequest
 ) -> Iterator[tuple[Group, int, int]]:
-    """(group, remote block, local block) of each with recurrent state, as ids count them.
+    """Yields each group with recurrent state, its remote and its local block, as ids count them.
 
     P names one block, or, where its prefix cache keeps states at blocks' ends (<= 0.26, and
     from 0.27 on in mode "all"), one for each of its blocks: null where it has let go of the
     state. Scratch for drafted tokens may follow either, which only a null block tells apart.
-
-    Raises:
-        ReadRefused: there are several to fill, or several of which nobody knows which to read.
     """
     block_tokens = (peer.block_tokens or 1) * (peer.kernel_blocks_per_block or 1)
     for number, group in enumerate(groups):
@@ -106,7 +105,7 @@ def state_pairs(
 
 
 def state_block(named: Sequence[int], tokens: int, block_tokens: int) -> int | None:
-    """The block with the state behind a prompt's tokens; None where nobody knows which it is.
+    """Returns the block with the state behind a prompt's tokens; None where it is not known.
 
     Args:
         named: what P names of a group with recurrent state (:func:`state_pairs`).
@@ -121,7 +120,7 @@ def state_block(named: Sequence[int], tokens: int, block_tokens: int) -> int | N
 
 
 def filled_state(local: Sequence[int]) -> int | None:
-    """The one of D's blocks that a request's recurrent state goes to; None where there are several.
+    """Returns the block that a request's recurrent state goes to; None where there are several.
 
     Args:
         local: of a group with recurrent state; null where D's own prefix cache keeps none.
@@ -133,11 +132,7 @@ def filled_state(local: Sequence[int]) -> int | None:
 def loaded_tokens(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
 ) -> Iterator[tuple[int, BlockList, int]]:
-    """(group, our blocks, first token) of all that a read fills whole, whoever is read from.
-
-    Raises:
-        UnexpectedRead: this engine has more blocks than the prompt fills.
-    """
+    """Yields the group, our blocks and the first token of all that a read fills whole."""
     for number, group in enumerate(groups):
         if request.local_blocks[number] and not group.has_state:
             local = _local_blocks(ours, groups, request, number)
@@ -148,15 +143,10 @@ def loaded_tokens(
 def finished_blocks(
     ours: LocalGeometry, groups: Sequence[Group], tables: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, BlockList]]:
-    """(group, our blocks) of a request that is over, behind those that a window has let go of.
-
-    Of groups with recurrent state there are none (:func:`state_block`).
+    """Yields the group and our blocks of a request that is over, without those out of a window.
 
     Args:
         tables: as the scheduler has them, from the first token on.
-
-    Raises:
-        UnexpectedRead: there are tables of other groups among them.
     """
     if len(tables) != len(groups):
         raise UnexpectedRead(f"{len(tables)} block tables of {len(groups)} groups")
@@ -171,7 +161,7 @@ def finished_blocks(
 def tails_of(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
 ) -> Iterator[tuple[frozenset[str], Segments]]:
-    """(layers, what no transfer covers in their last blocks), where there is any."""
+    """Yields layers, and what no transfer covers in their last blocks, where there is any."""
     for number, group in enumerate(groups):
         if request.local_blocks[number] and not group.has_state:
             tail = uncovered_tail(_local_blocks(ours, groups, request, number), request.tokens)
@@ -180,7 +170,7 @@ def tails_of(
 
 
 def _first_token(group: Group, remote: BlockList, local: BlockList, request: ReadRequest) -> int:
-    """Where to begin: before a window nobody looks, and the two round it to unlike blocks."""
+    """Returns where to begin: in front of a window no token counts, and unlike blocks round it."""
     if not group.window_tokens:
         return local.first_token
     # The next token looks at itself and those before it.
@@ -241,7 +231,7 @@ _NULL_BLOCK = 0
 
 
 def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block: int) -> BlockList:
-    """The last blocks of a table that ends before block ``end_block``."""
+    """Returns the last blocks of a table that ends before block ``end_block``."""
     freed = next((i for i, block in enumerate(found) if block != _NULL_BLOCK), len(found))
     first = end_block - len(found) + freed
     if first < 0:
@@ -256,7 +246,7 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
 def _local_blocks(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest, number: int
 ) -> BlockList:
-    """Our blocks; a list that ends with the last token tells by its length where it starts."""
+    """Returns our blocks; the length of a list tells where it starts."""
     parts = ours.kernel_blocks_per_block
     block_tokens = _own_tokens(ours, groups[number])
     logical_tokens = block_tokens * parts
@@ -278,9 +268,9 @@ def _own_tokens(ours: LocalGeometry, group: Group) -> int:
 
 
 def _drafted_blocks(ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest) -> int:
-    """Blocks behind the prompt, for tokens to be drafted: every group has as many (0.23, 0.24).
+    """Returns the blocks for tokens to be drafted, of which every group has as many (0.23, 0.24).
 
-    Told from the length of a group with full attention, which starts behind the hit.
+    They follow from the length of a group with full attention, which starts behind the hit.
     """
     if request.hit_tokens is None:
         return 0
@@ -290,3 +280,32 @@ def _drafted_blocks(ours: LocalGeometry, groups: Sequence[Group], request: ReadR
             needed = -(-request.tokens // logical_tokens) - request.hit_tokens // logical_tokens
             return max(0, len(blocks) - needed)
     return 0
+
+
+def states_plan(
+    groups: Iterable[Group],
+    peer: AgentMetadata,
+    request: ReadRequest,
+    ours: Mapping[str, StatePages],
+    theirs: Mapping[str, RemoteStates],
+) -> Plan:
+    """Returns the runs that bring each layer's states, as far as one rank of a peer has them."""
+    runs = []
+    for group, remote_block, local_block in state_pairs(groups, peer, request):
+        for name in sorted(group.layers):
+            remote, local = theirs[name].pages, ours[name]
+            if remote_block >= remote.blocks or local_block >= local.blocks:
+                raise ReadRefused(
+                    f"the request names blocks {remote_block} and {local_block} of the states of "
+                    f"layer {name}, of {remote.blocks} and {local.blocks}",
+                    AS_ANSWERED,
+                )
+            there = remote.address + remote_block * remote.stride_bytes
+            here = local.address + local_block * local.stride_bytes
+            runs += [
+                (there + run.remote_offset, here + run.local_offset, run.size_bytes)
+                for run in theirs[name].runs
+            ]
+    if not runs:
+        return plan_runs(())
+    return Plan(*np.asarray(runs, dtype=np.int64).T)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedRead
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 
 def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
-    """The peer's ranks that a handle of prepared descriptors stands for.
-
-    Raises:
-        UnexpectedRead: none of its ranks.
-    """
+    """Returns the peer's ranks that a handle of prepared descriptors stands for."""
     found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
     if not found:
         raise UnexpectedRead(
@@ -25,7 +24,7 @@ def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
 
 
 def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
-    """All that are told what one rank is told: of more ranks than ours the release knows one."""
+    """Returns the agents of all ranks that are told what one is told (<= 0.13, of more ranks)."""
     reader = worker_state(worker).held(Reader)
     if reader is not None and reader.ours.facts.meets_one_rank:
         for peer in tuple(reader.peers.values()):  # handshakes add to it
@@ -36,7 +35,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 
 
 def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
-    """The engine of another geometry whose descriptors a handle stands for."""
+    """Returns the engine of another geometry whose descriptors a handle stands for."""
     reader = worker_state(worker).held(Reader)
     for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
         if any(found == handle for _, found in handles_of(worker, engine_id)):
@@ -45,26 +44,27 @@ def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
 
 
 def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
-    """The rank of a peer like us whose descriptors a handle stands for, and its name to NIXL.
+    """Returns the rank of a peer like us behind a handle, and its name to NIXL, if known."""
+    found = booked_ranks(worker, engine_id, handle)
+    return found[0] if len(found) == 1 else None
 
-    None where the release's books do not tell.
-    """
+
+def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
+    """Returns the ranks behind a handle that the release has booked, and their names to NIXL."""
     names = {
-        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.30
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
         for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
     }
     handles = worker.dst_xfer_side_handles.get(engine_id)
     if isinstance(handles, Mapping):
-        found = [int(rank) for rank, one in list(handles.items()) if one == handle]
+        ranks = [int(rank) for rank, one in list(handles.items()) if one == handle]
     else:  # <= 0.13 it shakes hands with one
-        found = list(names) if handles == handle else []
-    if len(found) != 1 or found[0] not in names:
-        return None
-    return found[0], names[found[0]]
+        ranks = list(names) if handles == handle else []
+    return [(rank, names[rank]) for rank in ranks if rank in names]
 
 
 def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
-    """(rank, handle) of a peer's prepared descriptors."""
+    """Returns the rank and the handle of each of a peer's prepared descriptors."""
     handles = worker.dst_xfer_side_handles.get(engine_id)
     if handles is None:
         return []
@@ -74,3 +74,59 @@ def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
     reader = worker_state(worker).held(Reader)
     peer = reader.peer(engine_id) if reader else None
     return [(rank, handles) for rank in list(peer.ranks)] if peer else []
+
+
+class _NoHandles:
+    """Stands for any list of handles; a transfer with one of these fails."""
+
+    def __getitem__(self, rank: int) -> None:
+        return None
+
+
+_NO_HANDLES = _NoHandles()
+
+
+class DividedBlockHandles(dict[Any, Any]):
+    """The release's handles of its own blocks in parts, which it makes once for a ratio.
+
+    It asks whether they are there before it makes them, every block of the cache once for each
+    rank of the peer. They are said to be where that peer is read by us, whose plans need none.
+    """
+
+    def __init__(self, prepared: dict[Any, Any]) -> None:
+        super().__init__(prepared)
+        # Handshakes have threads of their own.
+        self._this_thread = threading.local()
+
+    def __contains__(self, key: object) -> bool:
+        return getattr(self._this_thread, "makes_none", False) or super().__contains__(key)
+
+    def __missing__(self, key: object) -> _NoHandles:
+        return _NO_HANDLES
+
+    @contextmanager
+    def making_none(self) -> Iterator[None]:
+        """While inside, this thread finds all ratios there."""
+        self._this_thread.makes_none = True
+        try:
+            yield
+        finally:
+            self._this_thread.makes_none = False
+
+
+def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
+    """Has a worker's table take part; registering again is no matter."""
+    if not facts.divides_own_blocks:
+        return
+    table = worker.src_xfer_handles_by_tp_ratio
+    if not isinstance(table, DividedBlockHandles):
+        table = worker.src_xfer_handles_by_tp_ratio = DividedBlockHandles(table)
+    worker_state(worker).hold(table)
+
+
+@contextmanager
+def blocks_undivided(worker: Any) -> Iterator[None]:
+    """While inside, the release divides none of the worker's blocks for a peer."""
+    table = worker_state(worker).held(DividedBlockHandles)
+    with nullcontext() if table is None else table.making_none():
+        yield

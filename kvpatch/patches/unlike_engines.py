@@ -67,7 +67,7 @@ from kvpatch.load import read_request
 from kvpatch.load.registration import registration_step
 from kvpatch.load.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.load.shared_tokens import may_load
-from kvpatch.peer.unlike_releases.side_channel import Address
+from kvpatch.peer.other_releases import Address
 from kvpatch.worker.engine_steps import Around, around
 from kvpatch.worker.envelope import WORDS, read_statement, write_statement, write_step
 from kvpatch.worker.local_geometry import LocalGeometry
@@ -199,47 +199,21 @@ def _nixl_handshake(
     return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
 
 
-def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Returns what D needs to hear P's statement, and where nobody states context sizes."""
-    found: dict[Site, Wrapper] = {}
-    if facts.listens_in_scheduler or facts.context_sizes:
-        found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens
-    found[seams.nixl_handshake(facts)] = _nixl_handshake
-    return found
+def _add(found: dict[Site, Wrapper | Step], site: Site, wrapper: Wrapper) -> None:
+    """Adds a wrapper, around the one that is there."""
+    inner: Any = found.get(site)
+    found[site] = wrapper if inner is None else partial(_around, wrapper, inner)
 
 
-def _before(
-    first: Wrapper,
-    then: Wrapper,
+def _around(
+    outer: Wrapper,
+    inner: Wrapper,
     wrapped: Callable[..., Any],
     instance: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    return first(partial(then, wrapped, instance), instance, *args, **kwargs)
-
-
-def _of_old_releases(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    """What old releases alone need, imported where they do."""
-    found: dict[Site, Wrapper | Step] = {}
-    if facts.meets_one_rank:  # <= 0.13
-        from kvpatch.legacy import multi_rank
-
-        found |= multi_rank.sites(facts)
-    if not facts.keeps_aborted_blocks:  # <= 0.15
-        from kvpatch.legacy import aborted_reads
-
-        found |= aborted_reads.sites(facts)
-    if not facts.listens_in_scheduler:  # <= 0.11.0
-        from kvpatch.legacy import late_loads, listener_words
-
-        found |= registration_step(facts, listener_words.words_in_answers)
-        found |= late_loads.sites(facts)
-    if facts.loads_whole_blocks_only:  # 0.10.0
-        from kvpatch.legacy import whole_blocks_only
-
-        found |= whole_blocks_only.sites(facts)
-    return found
+    return outer(partial(inner, wrapped, instance), instance, *args, **kwargs)
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
@@ -249,20 +223,21 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
         seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(write_step, _attach_reads),
-        **_of_old_releases(facts),
     }
+    if not facts.keeps_aborted_blocks:  # <= 0.15
+        from kvpatch.legacy import unlike_engines
+
+        found |= unlike_engines.sites(facts)
     if facts.listens_in_scheduler:
         found[seams.get_handshake_metadata(facts)] = Step(write_statement, _state)
         found[seams.set_xfer_handshake_metadata(facts)] = Step(read_statement, _take_statements)
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
-    for site, wrapper in _of_what_is_unsaid(facts).items():
-        other = found.get(site)  # what an old release needs there
-        if other is None or isinstance(other, Step):
-            found[site] = wrapper
-        else:
-            found[site] = partial(_before, wrapper, other)
+    # Around what an old release needs of the same calls.
+    if facts.listens_in_scheduler or facts.context_sizes:
+        _add(found, seams.get_num_new_matched_tokens(facts), _get_num_new_matched_tokens)
+    _add(found, seams.nixl_handshake(facts), _nixl_handshake)
     return found
 
 

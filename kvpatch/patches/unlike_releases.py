@@ -41,13 +41,13 @@ from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import FACTS, ReleaseFacts
-from kvpatch.peer.unlike_releases.peer_releases import (
+from kvpatch.peer.other_releases import (
     NULLABLE,
+    Address,
     PeerReleases,
     Releases,
     question_of,
 )
-from kvpatch.peer.unlike_releases.side_channel import Address
 from kvpatch.worker.envelope import RELEASES, message_on, read_step, write_step
 from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
 
@@ -107,7 +107,7 @@ def _nixl_handshake(
     if releases is None or not _asks_otherwise(instance, releases, state.facts):
         _check_answers(releases or (), state.facts)
         return wrapped(host, port, *whose, *more, **named)
-    from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+    from kvpatch.peer.interpreter import HOST, Interpretation, Interpreter
 
     interpretation = Interpretation(
         Address(host, int(port)),
@@ -139,9 +139,6 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     Of an answer with less than ours has, nobody knows whether P is older or a proxy has left the
     rest out, as stock allows: it is asked as stock asks. So is one with a null field more, which
     may be the proxy's.
-
-    Raises:
-        PeerRefused: P's listener would end by the question, or nobody here understands the answer.
     """
     if not releases or FACTS[releases[0]].answer - NULLABLE <= own.answer:
         return

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
 from kvpatch.core.releases import FACTS, CacheShape, Form, ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.peer_hash import Explanation
-from kvpatch.worker.cache_kinds import Holds
+from kvpatch.worker.cache_kinds import PLAIN_CACHE_DTYPES, Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: What both releases must do alike for either to understand the other, and in what words.
@@ -35,19 +34,11 @@ _ONE_BACKEND = "use one attention backend on both sides"
 
 
 def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
-    """A peer of which something is accepted, with how its blocks differ from ours by that.
+    """Returns an accepted peer with how its blocks differ from ours, or refuses it.
 
-    Its backend is ours then, as far as anybody asks: what differs by the backend is stated.
-
-    Raises:
-        PeerRefused: its bytes mean another thing, or nobody here knows where they lie.
+    Its backend counts as ours then: what differs by the backend is stated.
     """
-    theirs = FACTS.get(named.release)
-    if theirs is None:
-        raise PeerRefused(
-            f"it runs vLLM {named.version}, which is no release that kvpatch knows",
-            "use a listed release on P, or one vLLM on both sides",
-        )
+    theirs = FACTS[named.release]
     _check_contents(named, ours, peer)
     _check_protocol(ours, theirs, peer)
     own_form, form = _forms(ours, theirs, named)
@@ -59,17 +50,11 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) ->
 
 
 def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
-    """A peer that speaks otherwise with the shape of its tensors, by its release and its regions.
-
-    Where a hash was compared it says which release and which backend the peer has.
+    """Returns a peer of another release with the shape of its tensors, or refuses it.
 
     Args:
-        is_plain: whether there are neither windows nor drafted tokens here, and our cache is
+        is_plain: True if there are neither windows nor drafted tokens here, and our cache is
             registered as it is.
-
-    Raises:
-        PeerRefused: its hash says another thing than its handshake, or of caches like ours or
-            its nobody knows what another release makes.
     """
     if peer.named is not None:
         peer = _by_its_hash(ours, peer, peer.named)
@@ -92,16 +77,10 @@ def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool
 
 
 def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) -> None:
-    """Refuses a peer whose hash nobody compared, and whose rows the release would take for ours.
+    """Refuses a peer without a compared hash whose rows the release would take for ours.
 
-    What it reads into a CPU's cache it reorders itself, or ends by it. Keys by column are in nobody
-    else's cache, known to the table of releases or not.
-
-    Args:
-        backend: of the peer, as it states it (from 0.20).
-
-    Raises:
-        PeerRefused: its blocks have as many bytes as ours, in other places.
+    What it reads into a CPU's cache it reorders itself, or ends by it. Keys by column are in no
+    other cache, known to the table of releases or not.
     """
     own, theirs = facts.form_of(own_backend), facts.form_of(backend)
     if theirs is None or own == theirs:
@@ -177,11 +156,7 @@ def _check_protocol(ours: LocalGeometry, theirs: ReleaseFacts, peer: AgentMetada
 
 
 def _forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> tuple[Form, Form]:
-    """How our tensors begin and how its do, which hold the same rows of tokens.
-
-    Raises:
-        PeerRefused: they do not, or nobody knows how it puts them.
-    """
+    """Returns how our tensors begin, and how the peer's do; refuses those of other rows."""
     form, other = ours.facts.form_of(ours.backend), theirs.form_of(named.backend)
     # Of rows that are packed a layout's name says where they lie.
     if (

@@ -113,11 +113,7 @@ class AgentMetadata:
 def read_agent_metadata(
     metadata: Any, facts: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
-    """Reads a peer's agent metadata, and believes nothing of it.
-
-    Raises:
-        PeerRefused: a number is missing, negative, or of no meaning.
-    """
+    """Reads a peer's agent metadata, and refuses numbers that cannot be true."""
     fields = _Fields(metadata, facts)
     addresses, block_bytes, stride_bytes = _regions(fields)
     blocks = fields.number("num_blocks")
@@ -165,11 +161,7 @@ def read_agent_metadata(
 
 
 def state_bytes_of(metadata: Any, facts: ReleaseFacts) -> tuple[int, ...]:
-    """Of each recurrent state of a peer's layer; empty where it says nothing (<= 0.17).
-
-    Raises:
-        PeerRefused: they are no sizes.
-    """
+    """Returns the bytes of each recurrent state of a layer; none where it is silent (<= 0.17)."""
     fields = _Fields(metadata, facts)
     return fields.numbers("ssm_sizes", least=0) if fields.has("ssm_sizes") else ()
 
@@ -191,11 +183,11 @@ class _Fields:
     facts: ReleaseFacts
 
     def exists(self, name: str) -> bool:
-        """Whether the release has such a field."""
+        """True if the release has such a field."""
         return name in self.facts.agent_metadata
 
     def has(self, name: str) -> bool:
-        """Whether the release has such a field and the peer fills it."""
+        """True if the release has such a field and the peer fills it."""
         return self.exists(name) and getattr(self.metadata, name) is not None
 
     def text(self, name: str) -> str | None:
@@ -228,7 +220,7 @@ class _Fields:
 
 
 def _regions(fields: _Fields) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(address, bytes of a block, bytes from block to block) of the regions, by column."""
+    """Returns the address, the bytes of a block and the stride of each region, by column."""
     addresses = fields.numbers("kv_caches_base_addr", least=0)
     if fields.exists("block_len"):
         block_bytes = (fields.number("block_len"),) * len(addresses)

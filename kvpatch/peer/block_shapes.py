@@ -8,13 +8,20 @@ ones, so that all blocks have as many bytes. A handshake states the fewest token
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.layout_strides import row_bytes
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import Axes, DenseBlocks, row_bytes
 from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane_copies import check_whole
+from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.worker.cache_kinds import Kind
+from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache
 
 if TYPE_CHECKING:
@@ -31,7 +38,7 @@ class BlockShape(NamedTuple):
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(first global head, number of heads) of a rank; ranks beyond the heads share them."""
+    """Returns the first global head of a rank, and how many it has; some may share one."""
     return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
 
 
@@ -43,14 +50,10 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 def shape_at_peer(
     ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
 ) -> BlockShape:
-    """What a peer's block of so many bytes holds of a layer.
+    """Returns the heads and tokens of a layer in a peer's block of so many bytes.
 
     Args:
         members: our planes of what is in that block.
-
-    Raises:
-        PeerRefused: its heads are not ours, of layers that have several shapes, or its
-            bytes are no whole number of tokens.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
@@ -80,11 +83,7 @@ def shape_at_peer(
 
 
 def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plane]) -> None:
-    """Whether tokens that were told from bytes are what the peer states.
-
-    Raises:
-        PeerRefused: its items have another size, or its blocks are cut.
-    """
+    """Refuses a peer whose blocks' bytes do not come to the tokens that it states."""
     if not ours.layers_differ_in_shape:
         return
     if (peer.kernel_blocks_per_block or 1) != 1 or ours.kernel_blocks_per_block != 1:
@@ -109,3 +108,123 @@ def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plan
                 f"by their bytes blocks of one group have {sorted(tokens)} tokens",
                 "use one model on both sides",
             )
+
+
+def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
+    """Where a peer's regions lie; in memory of our kind where it does not say."""
+    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
+
+
+def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:
+    """How keys lie in a block of a peer's."""
+    return peer.key_order or ours.key_order
+
+
+def dense_planes(
+    ours: LocalGeometry,
+    peer: AgentMetadata,
+    region: int,
+    offset_bytes: int,
+    axes: Axes,
+    shape: BlockShape,
+    members: Sequence[Plane],
+) -> tuple[Plane, ...]:
+    """Our planes of one layer as they lie in a peer's region, in one dense piece of each block."""
+    return DenseBlocks(
+        peer.addresses[region] + offset_bytes,
+        peer.stride_bytes[region],
+        axes,
+        peer.blocks,
+        shape.heads,
+        shape.tokens,
+        shape.first_head,
+        peer_memory(ours, peer),
+        key_order_of_peer(ours, peer),
+    ).planes(members)
+
+
+def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
+    """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    # One number of ranks is asked for; and a slot holds all heads of a rank.
+    if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:
+        heads = layer.planes[0].counts.heads
+    return row_bytes(layer.planes) * (heads if layer.has_heads else 1) * tokens
+
+
+def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Refuses a peer of other kernel blocks or heads where our blocks move whole."""
+    _check_known(ours, peer)
+    if split_by_nobody(ours, peer):
+        mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
+        raise PeerRefused(
+            f"blocks of layer {mixed} hold {ours.layers[mixed].kind.contents}, and move whole, "
+            "never a share of their heads",
+            "use one --tensor-parallel-size on both sides",
+        )
+    if peer.block_tokens in (None, ours.block_tokens):
+        return
+    for name, layer in ours.layers.items():
+        if _is_whole(layer):
+            raise PeerRefused(
+                f"blocks of layer {name} hold {layer.kind.contents}, and move whole: both sides "
+                f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
+                "tokens",
+                "use one --block-size and one attention backend",
+            )
+
+
+def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Refuses kinds that the table lacks, but of peers like us (behind a host buffer)."""
+    is_like = (
+        peer.tp_size == ours.tp_size
+        and peer.block_tokens in (None, ours.block_tokens)
+        and peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+        and peer.layout in (None, ours.layout)
+    )
+    for name, layer in ours.layers.items():
+        if not layer.kind.is_known and not is_like:
+            raise unknown_kind(name, layer.kind)
+
+
+def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
+    """Returns the refusal of a heterogeneous peer for such a kind."""
+    return PeerRefused(
+        f"blocks of layer {layer} hold {kind.contents}, which is read from engines alike alone",
+        "use one --block-size, --tensor-parallel-size and VLLM_KV_CACHE_LAYOUT on both sides",
+    )
+
+
+def split_by_nobody(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if blocks of one side hold those of several ranks of the other, their heads mixed."""
+    _, own = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
+    _, others = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    kinds = [layer.kind for layer in ours.layers.values()]
+    return own != others and any(kind.mixes_heads or not kind.is_known for kind in kinds)
+
+
+def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
+    """Refuses a peer whose blocks are not ours byte for byte, where ours move whole."""
+    found = defaultdict(list)
+    for plane in theirs:
+        found[plane.layer, plane.content].append(plane)
+    for name, layer in ours.layers.items():
+        if not _is_whole(layer):
+            continue
+        for plane in layer.planes:
+            for remote in found[name, plane.content]:
+                _check(name, layer, remote, plane)
+
+
+def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:
+    try:
+        check_whole(remote, local)
+    except UnplannableCopy as error:
+        raise PeerRefused(
+            f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
+            "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
+        ) from error
+
+
+def _is_whole(layer: LayerCache) -> bool:
+    return layer.planes[0].is_whole

@@ -59,10 +59,10 @@ class ComparedHash(str):
 
     @classmethod
     def of(cls, own: OwnFactors, peers: NamedPeers, book: Book, *, checks: bool) -> ComparedHash:
-        """This engine's.
+        """Makes this engine's.
 
         Args:
-            checks: whether somebody here checks what is accepted.
+            checks: True if what is accepted is checked here.
         """
         made = cls(own.digest)
         # A peer that is refused is asked again by each of its requests.
@@ -106,8 +106,7 @@ class ComparedHash(str):
 def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
     """Has a worker that has registered say how its peers differ; what peers are told stays.
 
-    Returns:
-        False where its own hash is made of something that is not known here.
+    Returns False where its own hash is made of something that is not known here.
     """
     own = own_factors(release)
     if own is None:
@@ -124,11 +123,7 @@ def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
 
 
 def own_factors(release: ReleaseWorker) -> OwnFactors | None:
-    """This engine's, once its worker has registered.
-
-    Returns:
-        None where the worker's own hash is made of something else.
-    """
+    """Returns those of a registered worker; None where its hash is made of something else."""
     import vllm
 
     worker, facts = release.worker, release.facts

@@ -9,19 +9,17 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, inner_layout
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.block_shapes import split_by_nobody
 from kvpatch.peer.cpu_keys import check_key_order
-from kvpatch.peer.homogeneous_view import has_ranks_unmet
-from kvpatch.peer.kv_head_replication import has_replicated_heads
-from kvpatch.peer.split_kv import kv_split_of_peer, may_be_kvcacheds
-from kvpatch.peer.whole_blocks import split_by_nobody
+from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
+from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.worker.local_geometry import LocalGeometry
 
 
 def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether the release reads this peer rightly: the same blocks, the same order in them.
+    """True if the release reads this peer rightly: the same blocks, in the same order inside.
 
-    Raises:
-        PeerRefused: it cannot be read by anybody here.
+    Refuses a peer of which nobody can tell what its blocks hold.
     """
     if ours.planned_layout is not None and peer.layout == ours.planned_layout:
         raise PeerRefused(
@@ -60,10 +58,7 @@ def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def _has_same_bytes(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether two names of layouts are the same bytes: without heads, heads and tokens have none.
-
-    Releases look at neither's name there.
-    """
+    """True if two layouts are the same bytes: without heads LBHNC and LBNHC are."""
     return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
 
 
@@ -92,11 +87,7 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose keys and values are together by its statement, and may not be.
-
-    Raises:
-        PeerRefused: with what would tell.
-    """
+    """Refuses a peer whose keys and values are together by its statement, and may not be."""
     if ours.kv_split == "together":
         return
     if peer.layout is None:

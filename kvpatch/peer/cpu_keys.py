@@ -26,14 +26,10 @@ _UNTILED_BYTES, _TILED_BYTES = 4, 2
 def with_key_order(
     ours: LocalGeometry, peer: AgentMetadata, declared: KeyOrder | None
 ) -> AgentMetadata:
-    """A peer whose block size is known, with its key order where it has the CPU backend.
+    """Returns a peer whose block size is known with its key order, where it has the CPU backend.
 
-    It is left open where nobody knows it and our backend is the CPU's as well: the release reads
-    like blocks.
-
-    Raises:
-        PeerRefused: what is declared is not what P states; or nobody knows, and our backend is
-            another.
+    The order is left open where nobody states it and our backend is the CPU's as well: the release
+    reads like blocks.
     """
     by_form = peer.key_order  # of another backend than ours; else it has ours
     if (by_form or ours.key_order) is KeyOrder.ROW_MAJOR:
@@ -74,11 +70,7 @@ def is_key_order_open(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def check_key_order(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether it is known how keys lie in the blocks of a peer that is not read as our own.
-
-    Raises:
-        PeerRefused: it is not.
-    """
+    """Refuses a heterogeneous peer in whose blocks keys lie in an order that is not known."""
     is_known = peer.key_order is not None or ours.item_bytes == _UNTILED_BYTES
     if ours.key_order is KeyOrder.ROW_MAJOR or is_known:
         return
@@ -97,17 +89,17 @@ def check_key_order(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def word_of(order: KeyOrder) -> str | None:
-    """What peers are told of keys that a processor chooses the order of; None for any other."""
+    """Returns what peers are told of keys whose order a processor chooses; None for any other."""
     return _WORDS.get(order)
 
 
 def order_of(word: object) -> KeyOrder | None:
-    """What a peer has told; None of words that only a newer kvpatch knows."""
+    """Returns the order that a peer's word names; None of words that only a newer kvpatch knows."""
     return BY_WORD.get(word) if isinstance(word, str) else None
 
 
 def may_be_tiled(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether a processor with AMX would have a peer's blocks in tiles."""
+    """True if a processor with AMX would have a peer's blocks in tiles."""
     return (
         ours.tiles_on_amx
         and ours.item_bytes == _TILED_BYTES

@@ -8,14 +8,18 @@ every read goes through the reader, which knows where things really lie.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
 from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import (
     CrossLayerBlocks,
     layer_axes,
@@ -26,19 +30,15 @@ from kvpatch.geometry.cross_layer_blocks import (
 )
 from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
 from kvpatch.kvcached.layer_by_layer_tensors import layer_by_layer_state, layer_by_layer_tensors
+from kvpatch.peer.agent_metadata import restated
+from kvpatch.peer.block_shapes import tokens_of
 from kvpatch.peer.cross_layer_form import (
     CrossLayerForm,
     packed_digest,
     places_digest,
 )
-from kvpatch.peer.cross_layer_metadata import (
-    as_cross_layer,
-    form_of,
-    listener_told,
-    restate_payload,
-)
 from kvpatch.worker.kv_cache_groups import packed_groups
-from kvpatch.worker.recurrent_state import StateInPool, states_in
+from kvpatch.worker.recurrent_state import StateInPool, states_digest, states_in
 from kvpatch.worker.registered_caches import (
     LayerCache,
     differ_in_page_bytes,
@@ -83,14 +83,9 @@ def register_cross_layer_blocks(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
 ) -> tuple[Any, RegisteredCrossLayerBlocks]:
-    """Registers tensors whose blocks are cross-layer blocks.
+    """Registers tensors whose blocks are cross-layer blocks, or refuses them.
 
-    Returns:
-        What the release returns, and what it has registered.
-
-    Raises:
-        RegistrationRefused: they are not such blocks throughout, or this worker cannot
-            read into them.
+    Returns what the release returns, and what it has registered.
     """
     worker = release.worker
     groups = release.groups(layers)
@@ -141,15 +136,12 @@ def cross_layer_blocks_of(
     places: Sequence[Sequence[str]],
     packed: Sequence[Sequence[str]] | None = None,
 ) -> CrossLayerBlocks:
-    """The cross-layer blocks that all of a worker's attention tensors are.
+    """Returns the cross-layer blocks that all of a worker's attention tensors are.
 
     Args:
         places: the layers that are to have one place in a block, by place.
-        packed: each group's layers as they are to follow one another, where every group
-            divides a block in its own way; None where the places are one for all.
-
-    Raises:
-        RegistrationRefused: some are not, with the setting that helps.
+        packed: each group's layers as they follow one another; None where all groups have the same
+            places.
     """
     pools = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
     if len(pools) > 1:
@@ -196,7 +188,7 @@ def _ends(pool: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str,
 
 
 def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
-    """The worker believes in the layout of what it is shown."""
+    """Has the worker state the layout of what it is shown."""
     stated = release.stated_layout
     if stated is not None:
         release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
@@ -211,11 +203,7 @@ class _OneRegion(ObjectProxy):
         self._self_is_named = False
 
     def get_reg_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own, for one region.
-
-        Raises:
-            RegistrationRefused: the release registers in more than one go.
-        """
+        """Returns NIXL's own for the pool; refuses a release that registers in more than one go."""
         if self._self_is_named or not isinstance(descs, list) or not descs:
             raise RegistrationRefused(
                 "this vLLM registers memory in a way that kvcached's contiguous layout is not "
@@ -226,3 +214,90 @@ class _OneRegion(ObjectProxy):
         pool = self._self_pool
         whole = [(pool.address, pool.size_bytes, *descs[0][2:])]
         return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
+
+
+_LISTENER = "_nixl_handshake_listener"
+
+
+def as_cross_layer(
+    metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
+) -> Any:
+    """Returns a copy of a worker's agent metadata that describes its cross-layer blocks.
+
+    No release takes it for its own layout: those <= 0.12 compare the backend's name, those
+    from 0.11.1 on the layout's, and all the length of a block where there are no heads.
+    """
+    own = {name: getattr(metadata, name) for name in facts.agent_metadata}
+    stated: dict[str, Any] = {
+        "kv_caches_base_addr": [pool.address],
+        "num_blocks": pool.blocks,
+        "block_len": pool.block_bytes,  # <= 0.10.2
+        "block_lens": [pool.block_bytes],
+        "block_strides": [pool.block_bytes],  # from 0.29
+        "kv_cache_layout": str(form),
+        "attn_backend_name": f"{own.get('attn_backend_name', '')} {form}",
+        "region_num_blocks": [pool.blocks],  # this and all below from 0.30
+        "region_group_ids": (own.get("region_group_ids") or [])[:1],
+        "region_names": [pool.layers[0]],
+        "region_mem_types": (own.get("region_mem_types") or [])[:1],
+        "region_members": [],
+        "packed_member_layouts": {},
+    }
+    return restated(metadata, facts, stated)
+
+
+def form_of(
+    release: ReleaseWorker,
+    pool: CrossLayerBlocks,
+    layers: Mapping[str, LayerCache],
+    places: str,
+    states: Mapping[str, StateInPool],
+) -> CrossLayerForm:
+    """Returns the form, once the worker knows its kernel blocks (<= 0.17 as it registers)."""
+    tokens = min(tokens_of(layers, layers))
+    specs = {name: release.spec_of(name) for name in states}
+    held = {name: state.place for name, state in states.items()}
+    digest = states_digest(places, held, specs)
+    return CrossLayerForm(tokens, release.kernel_blocks_per_block, pool.axes, digest)
+
+
+@contextmanager
+def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iterator[None]:
+    """While inside, a worker that answers handshakes as it registers (<= 0.11.0) restates its
+    metadata.
+    """
+    if release.facts.listens_in_scheduler:
+        yield
+        return
+    worker = release.worker
+    listen, before = worker._nixl_handshake_listener, vars(worker).get(_LISTENER)
+
+    def listener(metadata: Any, *more: Any, **named: Any) -> Any:
+        return listen(restate(metadata), *more, **named)
+
+    worker._nixl_handshake_listener = listener
+    try:
+        yield
+    finally:
+        if before is None:
+            del worker._nixl_handshake_listener
+        else:
+            worker._nixl_handshake_listener = before
+
+
+def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:
+    """Restates the metadata of a worker that waits to be fetched (from 0.11.1)."""
+    worker, facts = release.worker, release.facts
+    if not facts.listens_in_scheduler:
+        return
+    payload = worker.xfer_handshake_metadata
+    if not facts.encodes_metadata:
+        worker.xfer_handshake_metadata = as_cross_layer(payload, facts, pool, form)
+        return
+    import msgspec
+
+    kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=kind)
+    told = copy.copy(payload)
+    told.agent_metadata_bytes = msgspec.msgpack.encode(as_cross_layer(metadata, facts, pool, form))
+    worker.xfer_handshake_metadata = told

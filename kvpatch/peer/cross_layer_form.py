@@ -52,24 +52,20 @@ class CrossLayerForm:
 
 
 def places_digest(places: Sequence[Sequence[str]]) -> str:
-    """Which layers share a place in a block; empty where each has a place of its own."""
+    """Returns a digest of the layers that share a place; empty where none do."""
     if all(len(layers) == 1 for layers in places):
         return ""
     return sha256(json.dumps([sorted(layers) for layers in places]).encode()).hexdigest()[:16]
 
 
 def packed_digest(groups: Sequence[Sequence[str]]) -> str:
-    """Which layers each group has side by side, where each divides a block in its own way."""
+    """Returns a digest of the layers that each group has side by side."""
     told = json.dumps(["packed", *(list(layers) for layers in groups)])
     return sha256(told.encode()).hexdigest()[:16]
 
 
 def form_in(*texts: str | None) -> CrossLayerForm | None:
-    """The form that a handshake's names state; None where they are a release's own.
-
-    Raises:
-        PeerRefused: the word is there, and what follows it means nothing here.
-    """
+    """Returns the form that a handshake's names state; None where they are a release's own."""
     for text in texts:
         if text is None or _WORD not in text:
             continue

@@ -80,7 +80,6 @@ class Refuse:
 
     @property
     def error(self) -> PeerRefused:
-        """What the release makes a failed handshake of."""
         return PeerRefused(self.reason, self.cure)
 
 
@@ -117,7 +116,7 @@ class LocalCache:
 
 
 def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
-    """What becomes of one rank of a peer."""
+    """Decides what becomes of one rank of a peer."""
     if isinstance(local, UnreadCache):
         return _of_unread(local, remote, facts)
     if isinstance(remote, UncheckedMetadata):
@@ -153,17 +152,13 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
 
 
 def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused) -> Refuse:
-    """With both geometries before the reason."""
+    """Turns an error into a refusal that starts with both geometries."""
     both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
     return Refuse(f"{both}; {error.reason}", error.cure)
 
 
 def _check_like(ours: LocalGeometry, completed: Completed) -> None:
-    """Refuses a peer that leaves something open and does not fit a like engine.
-
-    Raises:
-        PeerRefused: with the variables that would say what is open.
-    """
+    """Refuses a peer that leaves something open and does not fit a like engine."""
     if is_compatible(ours, completed.peer) and completed.is_like:
         return
     variables = " and ".join(completed.variables)
@@ -174,22 +169,14 @@ def _check_like(ours: LocalGeometry, completed: Completed) -> None:
 
 
 def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
-    """Whether the release reads a peer rightly, and may.
-
-    Raises:
-        PeerRefused: it cannot be read by anybody here.
-    """
+    """True if the release reads a peer rightly, and may."""
     ours = local.geometry
     is_right = is_compatible(ours, peer) and not has_copied_states(ours, peer)
     return is_right and not (local.reads_all or are_states_missed(ours, peer))
 
 
 def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
-    """Where a peer's layers lie, and where they overlap ours.
-
-    Raises:
-        PeerRefused: it cannot be read.
-    """
+    """Returns where a peer's layers lie, and where they overlap ours."""
     from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of these
     from kvpatch.peer.remote_geometry import peer_regions
     from kvpatch.peer.remote_ranks import RemoteRank
@@ -210,11 +197,7 @@ def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
 
 
 def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
-    """Whether the release joins smaller blocks of whose layers some move whole, but for that.
-
-    Raises:
-        PeerRefused: it would be read by nobody whatever its blocks.
-    """
+    """True if the release may join a peer's smaller blocks though some of its layers move whole."""
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
     return (
@@ -229,11 +212,7 @@ def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> b
 
 
 def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> None:
-    """Whether the lists of blocks that a heterogeneous peer names are lists of ours.
-
-    Raises:
-        PeerRefused: they end nobody knows where, or ranks share out a block's tokens.
-    """
+    """Refuses a peer whose lists of blocks end in an unknown place, or hold shares of blocks."""
     if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
         raise PeerRefused(
             "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "

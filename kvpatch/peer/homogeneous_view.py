@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from math import lcm
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.kv_head_replication import has_replicated_heads
 from kvpatch.worker.local_geometry import LocalGeometry
+
+if TYPE_CHECKING:
+    from kvpatch.peer.agent_metadata import AgentMetadata
+    from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
 #: allowed, and so many times as many as this worker has of its own.
@@ -34,7 +38,7 @@ def homogeneous_metadata(
     *,
     most_blocks: int,
 ) -> Any:
-    """A copy of a peer's metadata that describes the same memory in our geometry.
+    """Returns a copy of a peer's metadata that describes the same memory in our geometry.
 
     Where the peer has other regions than we do, all of ours are shown in the same memory.
 
@@ -42,9 +46,6 @@ def homogeneous_metadata(
         block_bytes: of each of our regions, as the peer's would be.
         own_regions: what this worker states of its own regions.
         most_blocks: in any region, where there is room for as many.
-
-    Raises:
-        PeerRefused: the peer registered less than one of our blocks.
     """
     count = len(block_bytes)
     if count == len(peer.addresses):
@@ -95,12 +96,12 @@ def block_bytes_as_ours(ours: LocalGeometry, peer: AgentMetadata) -> tuple[int, 
 
 
 def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether it has more ranks than we do, and the release meets one of them."""
+    """True if it has more ranks than we do, and the release meets one of them."""
     return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
 
 
 def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
-    """(start, bytes) of each region, its last block without what other layers have behind it."""
+    """Returns the start and the bytes of each region, without what other layers have behind it."""
     return [
         (start, (peer.blocks - 1) * stride + length)
         for start, stride, length in zip(
@@ -110,7 +111,7 @@ def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
 
 
 def _widest_span(peer: AgentMetadata, enough_bytes: int) -> tuple[int, int]:
-    """(start, bytes) of the most memory in one piece that the peer registered.
+    """Returns the start and the bytes of the most memory in one piece that the peer registered.
 
     Regions that overlap are one allocation; those that touch may be two, so they are
     taken together only where less is not enough.
@@ -130,11 +131,7 @@ def _widest_span(peer: AgentMetadata, enough_bytes: int) -> tuple[int, int]:
 
 
 def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
-    """Whether the release prepares no more for a peer than this process can hold.
-
-    Raises:
-        PeerRefused: it states more blocks than any cache of this model has.
-    """
+    """Refuses a peer that states more blocks than the release can prepare for."""
     regions = len(metadata.kv_caches_base_addr)
     has_counts = "region_num_blocks" in facts.agent_metadata and metadata.region_num_blocks
     found = sum(metadata.region_num_blocks) if has_counts else metadata.num_blocks * regions
@@ -155,8 +152,8 @@ def book_own_cut(
 ) -> None:
     """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
 
-    It takes a page for no larger than its states need, which a larger --block-size makes it: it
-    then ends even between like engines, by an assertion without a word.
+    It takes a page for no larger than its states need, and ends by an assertion, also between like
+    engines.
     """
     if facts.books_cuts_of_peers:
         worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
@@ -174,3 +171,39 @@ def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> Iterator[Non
         yield
     finally:
         worker.kv_cache_layout = own
+
+
+def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if the release refuses a peer of another TP size for the heads that some ranks share."""
+    if peer.tp_size == ours.tp_size or not ours.has_heads:
+        return False
+    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
+    if peer.tp_size > ours.tp_size:
+        return peer.tp_size >= least
+    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
+        return False
+    return peer.tp_size < least  # else the release takes both for holders of one head a rank
+
+
+def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int | None:
+    """A number of heads of which every rank has some of its own; None where they do already."""
+    return 2 * lcm(ours.tp_size, peer.tp_size) if has_replicated_heads(ours, peer) else None
+
+
+@contextmanager
+def model_of_heads(worker: Any, facts: ReleaseFacts, heads: int | None) -> Iterator[None]:
+    """While inside, the worker takes its model for one of so many heads; None for its own."""
+    if heads is None or not facts.topology:
+        yield
+        return
+    topology = getattr(worker, facts.topology)
+    own = {"total_num_kv_heads": topology.total_num_kv_heads}
+    if facts.topology == "transfer_topo":
+        own["local_physical_heads"] = topology.local_physical_heads
+        topology.local_physical_heads = heads // worker.world_size
+    topology.total_num_kv_heads = heads
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(topology, name, value)

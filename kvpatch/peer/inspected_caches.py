@@ -40,14 +40,7 @@ class InspectedCaches:
 
 
 def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCaches:
-    """Reads what a worker is handed: what registering makes of it is not what it is.
-
-    Split tensors are shown otherwise, and the worker may come to believe that its backend's
-    blocks no longer hold keys first.
-
-    Raises:
-        RegistrationRefused: what would be read would not stay.
-    """
+    """Reads what a worker is handed, before registering it shows split tensors otherwise."""
     refuse_steps_under_way(release)
     cache = read_cache(release, kv_caches, leave_state=True)
     device = worker_state(release.worker).held(DeviceCaches)
@@ -63,7 +56,7 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
 def read_states(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
 ) -> dict[str, StatePages]:
-    """The pages of all layers that are no attention; none where one is no such page.
+    """Returns the pages of all layers that are no attention; none where one is no such page.
 
     Args:
         cache: the attention layers among `kv_caches`.
@@ -82,23 +75,24 @@ def read_states(
 
 
 def are_in_regions(release: ReleaseWorker, states: Mapping[str, StatePages]) -> bool:
-    """Whether a peer's pages follow from its regions: each layer's begin where a region does."""
+    """True if a peer's pages follow from its regions: each layer's begin where a region does."""
     addresses = release.addresses
     is_by_layer = release.stated_layout in LAYER_BY_LAYER
     return is_by_layer and all(pages.address in addresses for pages in states.values())
 
 
 def _is_a_page(layer: LayerCache) -> bool:
-    """Whether all of a block lies before the next one begins, as states have it."""
+    """True if all of a block lies before the next one begins, as states have it."""
     starts = [plane.address for plane in layer.planes]
     return max(starts) - min(starts) < layer.planes[0].strides_bytes.block
 
 
 def is_plain(release: ReleaseWorker) -> bool:
-    """Whether reads go straight to the registered cache, all tokens of it.
+    """True if reads go straight to the registered cache, all tokens of it.
 
-    Not through a host buffer, to memory of two kinds, or to a share of the tokens
-    (context parallelism): there the release's own rules hold.
+    False with a host buffer of the release's, memory of two kinds, or context parallelism: there
+    the
+    release's own rules hold.
     """
     return not (
         release.has_own_mirror
@@ -108,7 +102,7 @@ def is_plain(release: ReleaseWorker) -> bool:
 
 
 def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
-    """Whether every tensor's blocks are the ones that the worker will name.
+    """True if every tensor's blocks are the ones that the worker will name.
 
     The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
     several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
@@ -127,12 +121,10 @@ def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
 def read_cache(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], *, leave_state: bool = False
 ) -> Cache | None:
-    """All layers, where copies need every byte named; None where one cannot be.
-
-    Peers are then left to the release, which refuses the ones it cannot read.
+    """Reads all layers; None where one cannot be read, so that peers are left to the release.
 
     Args:
-        leave_state: whether layers that are no attention may be left out.
+        leave_state: True if layers that are no attention may be left out.
     """
     worker, key_order = release.worker, release.key_order()
     if key_order is None:
@@ -146,7 +138,7 @@ def read_cache(
 
 
 def has_both_in_blocks(release: ReleaseWorker, cache: Cache) -> bool:
-    """Whether the backend's own blocks hold keys, and then values, in rows."""
+    """True if the backend's own blocks hold keys, and then values, in rows."""
     layers, _, key_order = cache
     orders = [release.orders(layer)[0] for layer in layers]
     return key_order is KeyOrder.ROW_MAJOR and all(

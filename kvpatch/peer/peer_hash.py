@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.hash_values import BACKENDS
 from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts
 from kvpatch.core.text import shown
 
@@ -42,10 +39,6 @@ _LABELS = (
     *("+rocm710", "+rocm711", "+rocm720", "+rocm721", "+rocm641", "+rocm630", "+xpu", "+tpu"),
     *("+empty", "+precompiled"),
 )
-#: Of builds that were no release, or that came after it.
-_BUILDS = ("rc1", "rc2", "rc3", "rc4", "rc5", ".post1", ".post2")
-#: How far a connector is ahead that is newer than any in the table.
-_NEWER_CONNECTORS = 4
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Explanation:
 
     Attributes:
         version: of its vLLM, as it states it.
-        release: of the table, that the version is a build of; empty where there is none.
+        release: of the table, that the version is a build of.
         backend: its attention backend.
         own_version: of our vLLM.
         own_backend: ours.
@@ -92,7 +85,7 @@ class Explanation:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """What differs, as ``KVPATCH_ACCEPT`` has it."""
+        """Returns what differs, as ``KVPATCH_ACCEPT`` has it."""
         differ = self.version != self.own_version, self.backend != self.own_backend
         return tuple(name for name, is_other in zip(_ON_BOTH, differ, strict=True) if is_other)
 
@@ -121,15 +114,11 @@ def digest_of(factors: Mapping[str, Any]) -> str:
 
 
 def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
-    """Finds the version and the backend with which an engine like ours has a peer's hash.
-
-    Args:
-        peer_hash: anything that a peer may state.
-    """
+    """Finds the version and the backend with which an engine like ours has a peer's hash."""
     own_version, own_backend = own.values[VERSION], own.values[BACKEND]
     backends = dict.fromkeys((own_backend, *BACKENDS))
-    for version, facts, connector_version in _versions(own):
-        values = {**own.values, VERSION: version, CONNECTOR_VERSION: connector_version}
+    for version, facts in _versions(own).items():
+        values = {**own.values, VERSION: version, CONNECTOR_VERSION: facts.connector_version}
         values[BACKEND] = _HOLE
         if not facts.hash_factors <= values.keys():
             continue  # it hashes what this release cannot tell of us
@@ -137,10 +126,8 @@ def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
         before, after = text.split(json.dumps(_HOLE))
         for backend in backends:
             if sha256(f'{before}"{backend}"{after}'.encode()).hexdigest() == peer_hash:
-                # Ours may be a build that the operator has named a release for.
-                release = own.facts.release if version == own_version else _release_of(version)
-                dtype = values[CACHE_DTYPE]
-                return Explanation(version, release, backend, own_version, own_backend, dtype)
+                told = version, facts.release, backend, own_version, own_backend
+                return Explanation(*told, values[CACHE_DTYPE])
         time.sleep(_PAUSE_SECONDS)
     return None
 
@@ -149,47 +136,17 @@ def _text(factors: Mapping[str, Any]) -> str:
     return json.dumps(factors, sort_keys=True)
 
 
-def _versions(own: OwnFactors) -> Iterator[tuple[str, ReleaseFacts, int]]:
-    """Yields versions that a peer may have, those first that are met most.
+def _versions(own: OwnFactors) -> dict[str, ReleaseFacts]:
+    """Returns the builds of releases that a peer may have, those first that are met most.
 
-    With each are the facts of its release, or of the one before it, and its connector's version.
+    The own one may be a build that the operator has named a release for.
     """
-    facts, version = own.facts, own.values[VERSION]
-    yield version, facts, facts.connector_version
+    version, place = own.values[VERSION], RELEASES.index(own.facts.release)
     own_label = version.removeprefix(version.partition("+")[0])
-    place = RELEASES.index(facts.release)
     releases = [of for of in FACTS.values() if of.states_hash]
-    newest = releases[-1]
     releases.sort(key=lambda of: abs(RELEASES.index(of.release) - place))
-    found = [(of.release + label, of, 0) for label in (own_label, *_LABELS) for of in releases]
-    found += [(of.release + build, of, 0) for of in releases for build in _BUILDS]
-    for of in releases:
-        found += [
-            (name + label, of, newer)
-            for name in _later(of, and_minor=of is newest)
-            for newer in range(_NEWER_CONNECTORS + 1 if of is newest else 1)
-            for label in (own_label, "")
-        ]
-    seen: dict[tuple[str, int], ReleaseFacts] = {}
-    for name, of, newer in (*found, ("dev", facts, 0)):
-        if name != version:  # which has one connector
-            seen.setdefault((name, of.connector_version + newer), of)
-    yield from ((name, of, connector_version) for (name, connector_version), of in seen.items())
-
-
-def _later(facts: ReleaseFacts, *, and_minor: bool) -> list[str]:
-    """Returns the names of the two next releases, which the table may lack."""
-    major, minor, micro = Version(facts.release).release[:3]
-    found = [f"{major}.{minor}.{micro + more}" for more in (1, 2)]
-    return found + [f"{major}.{minor + more}.0" for more in (1, 2) if and_minor]
-
-
-def _release_of(version: str) -> str:
-    try:
-        public = Version(version).public
-    except InvalidVersion:
-        return ""
-    return public if public in FACTS else ""
+    found = {of.release + label: of for label in (own_label, *_LABELS) for of in releases}
+    return {version: own.facts} | found | {version: own.facts}
 
 
 def not_accepted(named: Explanation, accepted: Collection[str]) -> PeerRefused:
@@ -210,3 +167,28 @@ def unexplained(own: OwnFactors) -> PeerRefused:
         "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
         "compatibility hash`), and use one of each on both sides, --model letter by letter",
     )
+
+
+#: Attention backends, as their ``get_name`` has them; CUSTOM is a plugin's.
+BACKENDS = (
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN", "CUSTOM"),
+    *("AITER_TRITON_MLA", "AMX_MLA", "B12X", "BAILING_LINEAR_ATTN", "CACHE_ONLY_ATTN"),
+    *("CPU_MLA", "CPU_V4_INDEXER", "CPU_V4_MLA_SPARSE", "CUTLASS_MLA", "CUTLASS_MSA"),
+    *("CompressorBackend", "DEEPSEEK_SPARSE_SWA", "DEEPSEEK_V32_INDEXER"),
+    *("DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_ROCM_MXFP4_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+    *("DEEPSEEK_V4_INDEXER", "DEEPSEEK_V4_ROCM_MXFP4_INDEXER", "DOTS3_NOTE_PADDED_MLA_SPARSE"),
+    *("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_DSV4"),
+    *("FLASHINFER_MLA_SPARSE_DSV41", "FLASHINFER_MLA_SPARSE_SM120"),
+    *("FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_MEGA_ATTN_DSV41", "FLASHMLA_SPARSE"),
+    *("FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASH_ATTN_DIFFKV", "FLASH_ATTN_MLA"),
+    *("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4", "GDN_ATTN", "HPC_ATTN"),
+    *("INKLING_SCONV_SWA", "KIMI_K3_KDA", "KIMI_K3_KDA_ROCM", "KPOOL_TAIL", "LINEAR_ATTN"),
+    *("MAMBA1_ATTN", "MAMBA2_ATTN", "MINIMAX_M3_SPARSE", "MINIMAX_M3_SPARSE_INDEXER", "PALLAS"),
+    *("PLE_SHORT_CONV_ATTN", "QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_QSA_TRITON"),
+    *("ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN"),
+    *("ROCM_FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV41", "ROCM_OCTAVE"),
+    *("ROCM_SEGMENTED_ATTN", "ROCM_V4_FLASHMLA_SPARSE", "SHORT_CONV_ATTN", "STEP5_CSA_SUMMARY"),
+    *("STEP5_CSA_TAIL_RING", "STEP5_DSA", "TOKENSPEED_MLA", "TREE_ATTN", "TRITON_ATTN_DIFFKV"),
+    *("TRITON_MLA", "TRITON_MSA", "TURBOQUANT", "ULTRAQUANT", "V4_FLASHMLA_SPARSE"),
+    *("XPU_MLA_SPARSE", "XPU_V4_MLA_SPARSE"),
+)

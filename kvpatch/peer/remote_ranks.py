@@ -41,12 +41,11 @@ class RemoteRank:
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Of all of its regions."""
         return tuple(plane for region in self.regions for plane in region)
 
     @cached_property
     def block_tokens(self) -> Mapping[str, int]:
-        """Of its kernel blocks, by layer."""
+        """Returns the tokens of its kernel blocks, by layer."""
         return {plane.layer: plane.counts.block_tokens for plane in self.planes}
 
     @cached_property
@@ -55,14 +54,12 @@ class RemoteRank:
         return names_of_heads(self.planes)
 
     def behind(self, others: tuple[RemoteRank, ...], local: Sequence[Plane]) -> Rest:
-        """What of ours is read of it behind others, from which the heads come that they have.
+        """Returns what of ours is read of it behind other ranks, without the heads that come from
+        these.
 
-        A head that several ranks have is read from one of them. Their copies need not be one:
-        matrices of other shapes are multiplied in other orders, on a CPU at least.
-
-        Args:
-            others: that are read before it.
-            local: our planes.
+        Each head is read from one rank. Copies of several need not be one: matrices of other shapes
+        are
+        multiplied in other orders, on a CPU at least.
         """
         if not others:
             return Rest(self.overlaps)

@@ -11,7 +11,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.regions_by_layout import names_by_attention
+from kvpatch.peer.remote_geometry import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.state_division import StateDivision
@@ -25,7 +25,7 @@ class StatesSizes(Protocol):
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of each recurrent state of a layer; empty where it says nothing."""
+        """Returns the bytes of each recurrent state of a layer; none where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ class RemoteStates:
 
 
 def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, RemoteStates]:
-    """Each layer's states on one rank of a peer whose regions are known to be ours.
-
-    Raises:
-        PeerRefused: its states are not ours, or those of its ranks cannot be ours.
-    """
+    """Returns each layer's states on one rank of a peer whose regions are known to be ours."""
     if not ours.states:
         return {}
     check_ranks_of_states(ours, peer)
@@ -80,10 +76,10 @@ def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, Remote
 
 
 def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether ranks of one side have some part of a state that is copied, and not shared out.
+    """True if ranks of one side have some part of a state that is copied, and not shared out.
 
-    The release takes all parts for shared out where both sides have other numbers of ranks, and
-    one that nobody here can divide for one that it may not divide either.
+    The release takes all parts for shared out where both sides have other numbers of ranks. One
+    that nobody here can divide counts as such.
     """
     if peer.tp_size == ours.tp_size:
         return False
@@ -92,7 +88,7 @@ def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def are_states_missed(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """Whether the release would read one of a peer's ranks alone, of which each has a share.
+    """True if the release would read one of a peer's ranks alone, of which each has a share.
 
     <= 0.26 it takes a model of latents for one that has nothing else: from 0.21 on D ends by it.
     """
@@ -105,11 +101,7 @@ def _is_same_rank(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[int, ...]:
-    """What our states of a layer take on a rank of the peer.
-
-    Raises:
-        PeerRefused: nobody knows.
-    """
+    """Returns what our states of a layer take on a rank of the peer."""
     if _is_same_rank(ours, peer):
         return own.sizes_bytes
     try:
@@ -119,7 +111,7 @@ def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tupl
 
 
 def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[StateRun, ...]:
-    """Of a layer's page there and here; sizes are checked."""
+    """Returns what of a layer's page there is ours, and where it lies here; sizes are checked."""
     if _is_same_rank(ours, peer):
         return (StateRun(0, 0, own.size_bytes),)
     local = Rank(ours.tp_rank, ours.tp_size)
@@ -127,9 +119,9 @@ def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[St
 
 
 def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int:
-    """The peer's region of the layers that begin where a state of ours does.
+    """Returns the peer's region of the layers that begin where a state of ours does.
 
-    By their names, where it states them: it may have registered them in another order.
+    It goes by their names where the peer states them: it may have registered them in another order.
     """
     names = names_by_attention(ours, peer)
     for region, name in enumerate(names or ()):
@@ -141,10 +133,7 @@ def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int
 
 
 def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether its states are ours: by shapes and types in cross-layer blocks, else by bytes.
-
-    Of other ranks by those that our states would take there.
-    """
+    """Refuses other states: by shapes and types in cross-layer blocks, else by bytes."""
     sizes = {_sizes_at(peer, ours, own) for own in ours.states.values()}
     if peer.form is not None and peer.form.places != ours.cross_layer_places:
         raise PeerRefused(
@@ -156,16 +145,12 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def check_state_sizes(peer: StatesSizes, sizes: Set[tuple[int, ...]]) -> None:
-    """Whether states of a peer that the release reads are as large as ours would be there.
+    """Refuses a peer for the release to read whose states are not as large as ours would be there.
 
-    No hash of a release's tells their types, and none compares their sizes (<= 0.33): it would read
-    as many bytes as ours have.
+    No hash of a release's tells their types, and none compares their sizes (<= 0.33).
 
     Args:
         sizes: of each state, of a layer of any kind that we have; none where they are not known.
-
-    Raises:
-        PeerRefused: it has others.
     """
     if sizes and any(peer.state_bytes) and peer.state_bytes not in sizes:
         raise _other_sizes(peer.state_bytes, sizes)
@@ -177,7 +162,7 @@ def _other_sizes(theirs: tuple[int, ...], sizes: Set[tuple[int, ...]]) -> PeerRe
 
 
 def sizes_at_peer(ours: LocalGeometry, peer: AgentMetadata) -> set[tuple[int, ...]]:
-    """What our states would take on a rank of a peer that the release reads; none without any."""
+    """Returns what our states would take on a rank of a peer that the release reads."""
     if not ours.states:
         return set()
     if peer.tp_size == ours.tp_size:
@@ -186,11 +171,7 @@ def sizes_at_peer(ours: LocalGeometry, peer: AgentMetadata) -> set[tuple[int, ..
 
 
 def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether anybody knows how the states of other ranks are shares of what ours are.
-
-    Raises:
-        PeerRefused: nobody does.
-    """
+    """Refuses a peer of other ranks whose states are no known shares of what ours are."""
     if not ours.states or _is_same_rank(ours, peer):
         return
     if peer.form is not None:
@@ -215,7 +196,7 @@ def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def undivided(layer: str, division: StateDivision) -> PeerRefused:
-    """Why states of a layer are not read from other ranks."""
+    """Returns the refusal of a peer of other ranks for a layer whose states nobody can divide."""
     return PeerRefused(
         f"recurrent state is split over ranks, and that of layer {layer} moves between as many of "
         f"them: {division.reason}",

@@ -61,7 +61,7 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
 
 
 def listen_under_key(socket: Any) -> None:
-    """Has a socket that is not bound yet answer under the key; nothing where there is none."""
+    """Has a socket that is not bound yet answer under the key, where there is one."""
     secret = settings.side_channel_key().encode()
     if secret:
         socket.curve_secretkey = secret
@@ -69,11 +69,7 @@ def listen_under_key(socket: Any) -> None:
 
 
 def _ask_under_key(socket: Any, address: str) -> None:
-    """Has a socket that is not connected yet ask under the key; nothing where there is none.
-
-    Raises:
-        PeerRefused: P has another key, or none, or does not answer.
-    """
+    """Has a socket that is not connected yet ask under the key; refuses a P without it."""
     secret = settings.side_channel_key().encode()
     if not secret:
         return
@@ -108,7 +104,7 @@ def _own_key(socket: Any, secret: bytes) -> None:
 
 
 def _has_key(secret: bytes, address: str) -> bool | None:
-    """Whether who listens at an address has the key; None where nobody answers in time."""
+    """True if the peer that listens at an address has the key; None if nobody answers in time."""
     import zmq
     from zmq.utils.monitor import recv_monitor_message
 

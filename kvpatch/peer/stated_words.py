@@ -20,13 +20,12 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
 from kvpatch.peer.cpu_keys import word_of
-from kvpatch.peer.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.peer.other_releases import Address, ask, question_for
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.unpatched_workers import CURE
-from kvpatch.worker.whole_blocks import contents_of
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -77,7 +76,7 @@ def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
 
 
 def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What workers state, as their scheduler encodes it for peers: with some names more."""
+    """Returns what workers state, as their scheduler encodes it for peers: with some names more."""
     return {rank: _with_words(stated) for rank, stated in metadata.items()}
 
 
@@ -148,11 +147,7 @@ class SideChannels:
 
 
 def stated_blocks(words: Mapping[str, object]) -> StatedBlocks | None:
-    """Returns what P's kvpatch states of its blocks; None where it states nothing.
-
-    Raises:
-        PeerRefused: it states what cannot be true.
-    """
+    """Returns what P's kvpatch states of its blocks; None where it states nothing."""
     stated, layout, dtype = (words.get(name) for name in (BLOCKS, LAYOUT, DTYPE))
     if stated is None:
         return None
@@ -170,3 +165,39 @@ def stated_blocks(words: Mapping[str, object]) -> StatedBlocks | None:
         str(layout) if layout in ("HND", "NHD") else None,
         dtype if isinstance(dtype, str) else "",
     )
+
+
+#: vLLM's spec of a ring of keys. Its blocks' tokens are its slots, as many as the model and the
+#: drafted tokens ask for, but of Step5 (0.33), whose slots follow from pages.
+_RING = "CircularBufferSpec"
+
+
+def contents_of(release: ReleaseWorker) -> str | None:
+    """Returns the types of a worker's states and the slots of its rings, in words.
+
+    No handshake states them (<= 0.33): of states it has the bytes, which float16 and bfloat16 have
+    in common, and of rings nothing. None where no layer has either, and <= 0.17, which has no plan
+    of groups.
+    """
+    if not release.facts.has_cache_groups:
+        return None
+    types, rings = set[str](), set[int]()
+    for layer in release.worker._layer_specs:
+        spec = release.spec_of(layer)
+        if hasattr(spec, "shapes"):
+            types.add(",".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes))
+        elif type(spec).__name__ == _RING:
+            rings.add(int(spec.block_size))
+    words = [f"states of {of}" for of in sorted(types)]
+    words += [f"a ring of {slots}" for slots in sorted(rings)]
+    return "; ".join(words) or None
+
+
+def check_contents(ours: str, theirs: object) -> None:
+    """Refuses a P whose kvpatch says that its blocks hold something else than ours."""
+    if theirs is not None and theirs != ours:
+        raise PeerRefused(
+            f"blocks that are no rows of tokens hold {ours} here, and {shown(theirs)} at P",
+            "give both sides one --mamba-cache-dtype, --mamba-ssm-cache-dtype and --block-size, "
+            "and have them draft as many tokens",
+        )

@@ -11,8 +11,8 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.block_shapes import unknown_kind
 from kvpatch.peer.remote_states import ONE_SIZE, check_state_sizes, undivided
-from kvpatch.peer.whole_blocks import unknown_kind
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
 from kvpatch.worker.shared_rows import (
     Holder,
@@ -81,13 +81,7 @@ Metadata = AgentMetadata | UncheckedMetadata
 
 
 def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> None:
-    """Whether the release reads the peer rightly.
-
-    Raises:
-        PeerRefused: it would copy packed keys, or those of another backend, as if they were our
-            rows, cut what moves whole, copy a page in part or another's, or pair smaller blocks
-            wrongly.
-    """
+    """Refuses a peer that the release would read wrongly."""
     if local.needs_reader:
         raise PeerRefused(
             "this engine's cache is not one that kvpatch reads into (keys in tiles, context "
@@ -130,11 +124,7 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
 
 
 def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) -> None:
-    """Refuses what a mirror does not hold as it states it.
-
-    Raises:
-        PeerRefused: the release would take heads for tokens.
-    """
+    """Refuses what a mirror does not hold as it states it."""
     told = remote.memory_layout if isinstance(remote, UncheckedMetadata) else None
     is_true = local.layout == local.mirror_layout
     is_like = is_true or (same_tokens and remote.tp_size == local.tp_size)
@@ -150,12 +140,9 @@ def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) ->
 def _check_uncut(
     local: UnreadCache, remote: Metadata, layer: str, kind: Kind, *, same_tokens: bool
 ) -> None:
-    """Whether the release reads blocks of a layer whole.
+    """Refuses a peer of whose blocks the release would cut what moves whole.
 
     What has no heads is whole on every rank, and the release reads it so, but for some rings.
-
-    Raises:
-        PeerRefused: it would cut them.
     """
     if not kind.is_known:
         raise unknown_kind(layer, kind)
@@ -169,11 +156,7 @@ def _check_uncut(
 
 
 def _check_states(local: UnreadCache) -> None:
-    """Whether the release finds a rank's share of each state on other ranks.
-
-    Raises:
-        PeerRefused: it takes all parts of a state for shared out, or nobody knows how they are.
-    """
+    """Refuses other ranks on which the release does not find a rank's share of each state."""
     for layer, division in local.divisions().items():
         if division.reason:
             raise undivided(layer, division)
@@ -186,7 +169,7 @@ def _check_states(local: UnreadCache) -> None:
 
 
 def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
-    """What our states would take on a rank of so many; nothing where nobody knows."""
+    """Returns what our states would take on a rank of so many; nothing where nobody knows."""
     if ranks == local.tp_size:
         return {local.state_bytes} if local.state_bytes else set()
     divisions = local.divisions().values()
@@ -197,11 +180,7 @@ def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
 
 
 def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
-    """Whether the release copies what lies in a row, from a peer whose blocks are as large.
-
-    Raises:
-        PeerRefused: it copies a page in part, or over other pages.
-    """
+    """Refuses a peer of which the release copies a page in part, or over other pages."""
     short = rows.copied_short()
     if short is not None:
         raise _copied_short(*short)
@@ -245,12 +224,9 @@ def _copied_short(page: Page, copied: int) -> PeerRefused:
 
 
 def _check_rings(local: UnreadCache) -> None:
-    """Rings that have the region of a layer in whose place they lie (<= 0.33 at least).
+    """Refuses a P of fewer ranks where rings lie in the region of another layer (<= 0.33 at least).
 
-    A D of more ranks than P reads the share of it that is a rank's of that layer's.
-
-    Raises:
-        PeerRefused: there are some.
+    D reads the share of a ring that is a rank's of that layer's.
     """
     for layer, kind in local.kinds().items():
         if kind == RING:
@@ -278,11 +254,7 @@ def has_smaller_blocks(remote: Metadata, block_tokens: int) -> bool:
 
 
 def check_smaller(remote: Metadata, block_tokens: int, misreads_smaller: Callable[[], str]) -> None:
-    """Whether the release reads some request of a peer of smaller blocks rightly.
-
-    Raises:
-        PeerRefused: it reads none.
-    """
+    """Refuses a peer of smaller blocks of which the release reads no request rightly."""
     reason = misreads_smaller() if has_smaller_blocks(remote, block_tokens) else ""
     if reason:
         raise PeerRefused(

@@ -14,8 +14,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.peer.cpu_keys import BY_WORD, is_key_order_open, with_key_order
-from kvpatch.peer.regions_by_number import tokens_in_bytes
-from kvpatch.peer.split_kv import kv_split_of_peer
+from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The layout that 0.10.0, which states none, gives every NixlConnector unless told otherwise.
@@ -73,12 +72,7 @@ def leaves_open(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry) -> Completed:
-    """Fills in what a peer's metadata leaves open.
-
-    Raises:
-        PeerRefused: its bytes are no whole number of tokens, or P, its handshake and the operator
-            do not say the same.
-    """
+    """Fills in what a peer's metadata leaves open."""
     if ours.misreads_blocks and peer.form is None:
         peer = replace(peer, block_tokens=None)
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
@@ -175,11 +169,7 @@ def _with_cut(ours: LocalGeometry, found: Completed, declared: DeclaredGeometry)
 
 
 def _check_declared(peer: AgentMetadata, declared: DeclaredGeometry) -> None:
-    """Compares what the operator has declared with what the handshake comes to.
-
-    Raises:
-        PeerRefused: they differ.
-    """
+    """Refuses a peer whose handshake does not come to what the operator has declared."""
     wanted, tokens, parts = declared.block_tokens, peer.block_tokens, peer.kernel_blocks_per_block
     if wanted is None or tokens is None:
         is_wanted = True

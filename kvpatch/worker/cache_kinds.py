@@ -245,6 +245,10 @@ SPECS: Mapping[str, Kind | None] = {
 }
 
 
+#: Values of ``--kv-cache-dtype`` with which a block holds plain numbers, and no scales.
+PLAIN_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+
+
 def unknown(what: str) -> Kind:
     """The kind of a cache that the table lacks."""
     return Kind(Holds.WHOLE, f"what kvpatch does not know: {what}", is_known=False)

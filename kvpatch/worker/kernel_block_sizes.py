@@ -48,7 +48,7 @@ class KernelBlockSizes:
 
     @property
     def cuts_some(self) -> bool:
-        """Whether there are blocks that the release cuts."""
+        """True if there are blocks that the release cuts."""
         return any(self.exact)
 
     def kernel_of(self, block_tokens: int) -> int | None:
@@ -68,9 +68,9 @@ class KernelBlockSizes:
 
 
 def kernel_block_sizes(release: ReleaseWorker) -> KernelBlockSizes | None:
-    """How a release cuts blocks for the worker's backends; None where nobody can tell.
+    """Returns how a release cuts blocks for the worker's backends; None if that is unknown.
 
-    And where nobody asks: <= 0.11.0 none is cut, and from 0.21 on the handshake says it.
+    Nobody asks <= 0.11.0, where no block is cut, and from 0.21 on, where the handshake says it.
     """
     facts = release.facts
     if not facts.states_block_size or facts.states_kernel_blocks:

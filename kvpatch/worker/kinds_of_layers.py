@@ -28,10 +28,10 @@ _PACKAGES = ("vllm.", "experiments.engines.torch_attention")
 
 
 def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> Kind:
-    """The kind of a layer's cache, by its spec and by the backend that the layer itself names.
+    """Returns the kind of a layer's cache, by its spec and by the layer's own backend.
 
     Args:
-        has_slots: whether a block has slots of all heads in place of heads (from 0.29).
+        has_slots: True if a block has slots of all heads in place of heads (from 0.29).
     """
     configuration = release.worker.vllm_config
     spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
@@ -46,12 +46,12 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
 
 
 def has_slots(release: ReleaseWorker, layer: str) -> bool:
-    """Whether a layer's blocks have slots in place of heads, by its spec (from 0.29)."""
+    """True if a layer's blocks have slots in place of heads, by its spec (from 0.29)."""
     return getattr(release.spec_of(layer), "num_head_slots", None) is not None
 
 
 def kind_of_backend(backend: type) -> Kind:
-    """What a backend's blocks hold; those that vLLM derives for a purpose hold what theirs do."""
+    """Returns what a backend's blocks hold; one that vLLM derives for a purpose holds the same."""
     name = backend.__name__
     routed = _routed_to(backend)
     if routed:
@@ -81,7 +81,7 @@ def _routed_to(backend: type) -> tuple[type, ...]:
 
 
 def _common(kinds: Sequence[Kind]) -> Kind:
-    """What blocks hold that several backends read and write; they have one spec."""
+    """Returns what blocks hold that several backends read and write; they have one spec."""
     strange = next((kind for kind in kinds if not kind.is_known), None)
     if strange is not None:
         return strange
@@ -89,7 +89,7 @@ def _common(kinds: Sequence[Kind]) -> Kind:
 
 
 def _by_spec(spec: Any) -> Kind | None:
-    """What a spec says beside its backend; None for nothing."""
+    """Returns what a spec says beside its backend; None for nothing."""
     name = type(spec).__name__
     if name not in SPECS or not type(spec).__module__.startswith(_PACKAGES):
         return unknown(f"{type(spec).__module__}.{name}, a KVCacheSpec")

@@ -34,11 +34,7 @@ class Group:
 def planned_groups(
     plan: Any, facts: ReleaseFacts, layers: Iterable[str], *, is_clipped: bool
 ) -> tuple[Group, ...]:
-    """The groups of a worker's plan, in the order in which block ids are sent.
-
-    Raises:
-        UnexpectedCaches: a layer is in no group.
-    """
+    """The groups of a worker's plan, in the order in which block ids are sent."""
     groups = tuple(
         Group(
             frozenset(g.layer_names),
@@ -177,3 +173,26 @@ def spec_of(spec: Any, layer: str) -> Any:
 def _specs_of_layers(spec: Any) -> Mapping[str, Any] | None:
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
     return found  # UniformTypeKVCacheSpecs alone has them
+
+
+#: Ways to speculate that reserve no slots.
+_WITHOUT_SLOTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def reserves_slots(vllm_config: Any) -> bool:
+    """True if an engine reserves slots for drafted tokens behind a prompt."""
+    speculation = vllm_config.speculative_config
+    return speculation is not None and speculation.method not in _WITHOUT_SLOTS
+
+
+def hides_ends_of_lists(
+    vllm_config: Any, groups: Sequence[Group], *, layers_differ_in_shape: bool
+) -> bool:
+    """True if nobody can tell where the prompt's blocks end in lists that drafts lengthen.
+
+    A window's list is the end of a table. Slots for drafted tokens can add a block to it,
+    which only a list of full attention would tell. A draft model has caches of its own, so
+    that both sides have one or neither has.
+    """
+    windows_alone = all(group.window_tokens for group in groups)
+    return reserves_slots(vllm_config) and (windows_alone or layers_differ_in_shape)

@@ -6,18 +6,22 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import places_of
-from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
     NAMED_LAYOUTS,
     InnerLayout,
+    inner_layout,
+    inner_layout_of_axes,
     layer_by_layer,
 )
 from kvpatch.geometry.tensor_facts import Memory
@@ -103,17 +107,17 @@ class LocalGeometry:
 
     @cached_property
     def has_heads(self) -> bool:
-        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        """True if ranks hold heads; the latents of MLA are whole on each."""
         return any(layer.has_heads for layer in self.layers.values())
 
     @property
     def item_bytes(self) -> int:
-        """Of one element of the first layer."""
+        """Returns the bytes of one element of the first layer."""
         return next(iter(self.layers.values())).planes[0].item_bytes
 
     @cached_property
     def shows_layout(self) -> bool:
-        """Whether our strides tell heads from tokens."""
+        """True if our strides tell heads from tokens."""
         return layout_shown_by(self.layers) is not None
 
     @cached_property
@@ -124,12 +128,12 @@ class LocalGeometry:
 
     @cached_property
     def layers_differ_in_shape(self) -> bool:
-        """Whether the heads, tokens or widths of our layers differ from one another."""
+        """True if the heads, tokens or widths of our layers differ from one another."""
         return differ_in_shape(self.layers)
 
     @cached_property
     def misses_pages(self) -> bool:
-        """Whether the release would read less of a layer's blocks than they hold.
+        """True if the release would read less of a layer's blocks than they hold.
 
         From 0.30 on layers of several groups that begin in one place of a block have the region
         of one of them, whose pages may be the smaller.
@@ -153,7 +157,7 @@ class LocalGeometry:
 def local_geometry_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
 ) -> LocalGeometry:
-    """What a worker has registered, which keeps it under other names in other releases.
+    """Returns what a worker has registered, which keeps it under other names in other releases.
 
     Args:
         layers: as the release was shown them.
@@ -206,7 +210,7 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
 def cross_layer_groups_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], layout: str
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Each group's layers as the release's plan has them follow one another in such a block.
+    """Returns each group's layers as the release's plan has them follow one another in a block.
 
     None where that is not known. The plan is made of the model and the same on both sides,
     whatever the layout, where all pages have one size: a tensor of it places its layers one
@@ -227,14 +231,14 @@ def cross_layer_groups_of(
 
 
 def own_regions(worker: Any, facts: ReleaseFacts) -> dict[str, Any]:
-    """What this worker states of its own regions, copied; empty in releases <= 0.29."""
+    """Returns what this worker states of its own regions, copied; nothing in releases <= 0.29."""
     return {
         name.removeprefix("_"): copy.copy(getattr(worker, name)) for name in facts.books_of_regions
     }
 
 
 def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
-    """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
+    """Returns HND or NHD, by the strides: in NHD the heads of a token are neighbours.
 
     None with one head, or blocks of one token: the two are the same bytes then.
     """
@@ -262,3 +266,52 @@ def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCa
     if stated in LAYER_BY_LAYER and stated != found:
         _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
         release.worker.kv_cache_layout = found
+
+
+#: On releases <= 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
+_AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
+
+
+def backend_layouts(release: ReleaseWorker) -> frozenset[str]:
+    """The orders of heads and tokens that this worker's backends have; empty if unknown."""
+    stated, backends = release.stated_layout, release.attention_backends
+    inner = inner_layout(stated)
+    if inner is None or stated not in LAYER_BY_LAYER:
+        return frozenset()
+    is_named = not backends and release.worker.backend_name in _AS_STATED
+    if stated in NAMED_LAYOUTS or is_named:
+        return frozenset({inner})
+    from vllm.config import set_current_vllm_config
+
+    of_vllm = [b for b in backends if b.__module__.partition(".")[0] == "vllm"]
+    with set_current_vllm_config(release.worker.vllm_config):
+        found = [_order_of(backend) for backend in of_vllm]
+    return frozenset() if None in found else frozenset(filter(None, found))
+
+
+def _order_of(backend: Any) -> str | None:
+    """Returns the order in which the release's runner allocates for a backend; None if unknown."""
+    try:
+        names = DimensionOrder.probe(backend.get_kv_cache_shape).dimensions
+    except UnreadableGeometry:
+        return None
+    if not {"token", "head"} <= set(names):
+        return None
+    with suppress(AttributeError, NotImplementedError):
+        names = tuple(names[axis] for axis in backend.get_kv_cache_stride_order())
+    return inner_layout_of_axes(names)
+
+
+def state_own_order(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> str | None:
+    """Has a worker state the order that its tensors have, where an allocator chose another.
+
+    Returns:
+        What it would have stated, if that is another: it may be said by a peer with the same
+        allocator and without kvpatch, and by one that has that layout.
+    """
+    known, shown = backend_layouts(release), layout_shown_by(layers)
+    if not known or shown is None or shown in known:
+        return None
+    stated = release.stated_layout
+    state_layout_of_strides(release, layers)
+    return None if release.stated_layout == stated else stated

@@ -44,7 +44,7 @@ class StatePages:
 
     @property
     def size_bytes(self) -> int:
-        """Of all states of a block."""
+        """Returns the bytes of all states of a block."""
         return sum(self.sizes_bytes)
 
 
@@ -66,13 +66,10 @@ class StateInPool:
 def states_in(
     kv_caches: Mapping[str, Any], attention: Mapping[str, Any], pool: CrossLayerBlocks, parts: int
 ) -> dict[str, StateInPool]:
-    """The layers that are no attention, as states in the cross-layer blocks of the others.
+    """Returns the layers that are no attention, as states in the cross-layer blocks of the others.
 
     Args:
         parts: cross-layer blocks to one of the blocks that ids count.
-
-    Raises:
-        RegistrationRefused: one lies elsewhere, or otherwise.
     """
     page_bytes = pool.layer_bytes[0] * parts
     found = {}
@@ -107,7 +104,7 @@ def states_in(
 
 
 def tensors_of(cache: Any) -> tuple[Any, ...]:
-    """What a layer's cache is made of: a tensor, or (<= 0.26) one for each of its states."""
+    """Returns a layer's tensors: one, or (<= 0.26) one for each of its states."""
     return tuple(cache) if isinstance(cache, list | tuple) else (cache,)
 
 
@@ -149,7 +146,7 @@ def pages_of(cache: Any, spec: Any) -> StatePages | None:
 
 
 def states_digest(places: str, states: Mapping[str, int], specs: Mapping[str, Any]) -> str:
-    """What both sides must have alike: who shares a place, and every state's shape and type.
+    """Returns a digest of who shares a place, and of every state's shape and type.
 
     Args:
         places: the digest of attention's places.

@@ -37,12 +37,12 @@ class LayerCache:
 
     @property
     def has_heads(self) -> bool:
-        """Whether ranks hold heads of it; the latents of MLA are whole on each."""
+        """True if ranks hold heads of it; the latents of MLA are whole on each."""
         return self.planes[0].content is not Content.LATENT
 
     @property
     def has_heads_by_turns(self) -> bool:
-        """Whether a token's key and value heads lie by turns (TPU), in whatever layout is stated.
+        """True if a token's key and value heads lie by turns (TPU), in whatever layout is stated.
 
         Such a backend has one layout, and states the one that the connector asked for.
         """
@@ -79,10 +79,6 @@ def read_layers(
     Args:
         key_order: how keys lie in a block; counting blocks does not need it.
         first_head: the global number of this rank's first KV head.
-
-    Raises:
-        UnexpectedCaches: a layer is missing.
-        UnreadableGeometry: a tensor cannot be what its layer needs.
     """
     if not kv_caches:
         raise UnexpectedCaches("no layer's KV cache was handed to the registration")
@@ -107,11 +103,7 @@ def _read(
     key_order: KeyOrder,
     first_head: int,
 ) -> LayerCache | None:
-    """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions.
-
-    Raises:
-        UnreadableGeometry: nobody knows the dimensions of one that holds rows.
-    """
+    """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions."""
     try:
         order = order_of(layer, cache, release.orders(layer))
         planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
@@ -128,11 +120,7 @@ def _read(
 
 
 def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]) -> DimensionOrder:
-    """The one of `orders` that a tensor's shape fits; earlier ones win.
-
-    Raises:
-        UnreadableGeometry: none does.
-    """
+    """The one of `orders` that a tensor's shape fits; earlier ones win."""
     shape = tuple(cache.shape)
     for order in orders:
         if len(order.dimensions) != len(shape):
@@ -189,12 +177,12 @@ def page_bytes_of(layer: LayerCache) -> int:
 
 
 def differ_in_page_bytes(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether blocks of some layers have more bytes than those of others."""
+    """True if blocks of some layers have more bytes than those of others."""
     return len({page_bytes_of(layer) for layer in layers.values()}) > 1
 
 
 def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether the heads, tokens or widths of layers with heads differ from one another."""
+    """True if the heads, tokens or widths of layers with heads differ from one another."""
     shapes = {
         (
             layer.planes[0].counts.heads,
@@ -209,7 +197,7 @@ def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
 def is_as_planned(
     layers: Mapping[str, LayerCache], planned: int | None, kernel_blocks_per_block: int
 ) -> bool:
-    """Whether every tensor has the planned blocks, counted as logical or as kernel blocks.
+    """True if every tensor has the planned blocks, counted as logical or as kernel blocks.
 
     The hybrid allocator hands out some of each where the two differ in size.
     """

@@ -29,16 +29,13 @@ class _Region:
 
 @contextmanager
 def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> Iterator[None]:
-    """While inside, a registration is refused once it has computed other places than blocks have.
+    """Refuses a registration, while inside, that computes other places than its blocks have.
 
-    Before it prepares any transfer: NIXL's handles of a worker that was never made outlive their
-    agent, and end the process without a word.
+    It does so before a transfer is prepared: NIXL's handles of a worker that was never made outlive
+    their agent, and end the process without a word.
 
     Args:
         layers: what the worker is handed, read.
-
-    Raises:
-        RegistrationRefused: a layer's blocks are not where the release takes them to be.
     """
     check = partial(_refuse_other_strides, release, layers)
     checked = _CheckedFirst(release.worker.nixl_wrapper, check)
@@ -61,7 +58,6 @@ class _CheckedFirst(ObjectProxy):
             check()
 
     def prep_xfer_dlist(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own."""
         self.check()
         return self.__wrapped__.prep_xfer_dlist(*args, **kwargs)
 
@@ -96,9 +92,6 @@ def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache
     """Refuses tensors of which CUDA's and XPU's mirrors copy other blocks (<= 0.22).
 
     Their copies take the second dimension for that of blocks.
-
-    Raises:
-        RegistrationRefused: a layer has its blocks elsewhere.
     """
     is_second = release.facts.cache_shape == "keys first"
     if not is_second or release.worker.device_type not in ("cuda", "xpu"):

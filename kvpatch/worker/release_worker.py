@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS
+from kvpatch.worker.cache_kinds import PLAIN_CACHE_DTYPES
 from kvpatch.worker.kv_cache_groups import Group, planned_groups, spec_of
 
 #: The name under which a tensor of all layers together is registered (0.13 to 0.28).
@@ -43,25 +43,26 @@ class ReleaseWorker:
 
     @property
     def pulls(self) -> bool:
-        """Whether D reads; in push mode P writes."""
+        """True if D reads; in push mode P writes."""
         return hasattr(self.worker, "_read_blocks_for_req")
 
     @property
     def has_own_mirror(self) -> bool:
-        """Whether the release's own host buffer is what it registers."""
+        """True if the release's own host buffer is what it registers."""
         return self.facts.has_host_buffer and bool(self.worker.use_host_buffer)
 
     @property
     def is_where_mirrors_are(self) -> bool:
-        """Whether engines on this platform may have the release's own host buffer."""
+        """True if engines on this platform may have the release's own host buffer."""
         from vllm.platforms import current_platform
 
         return current_platform.device_type in ("cuda", "xpu")
 
     @property
     def nixl_backends(self) -> tuple[str, ...]:
-        """NIXL's backends that were asked for; none where it chooses UCX itself, all there is
-        on releases <= 0.10.2.
+        """Returns the NIXL backends that were asked for; none where it chooses UCX itself.
+
+        There is no other on releases <= 0.10.2.
         """
         return tuple(self.worker.nixl_backends or ()) if self.facts.chooses_backends else ()
 
@@ -87,7 +88,7 @@ class ReleaseWorker:
 
     @property
     def memory_layout(self) -> str | None:
-        """The layout of what it registers, where a mirror may state another; None elsewhere.
+        """Returns the layout of what it registers, where a mirror may state another.
 
         <= 0.25 a mirror has the layout of its tensors' shapes, and states the device's.
         """
@@ -128,7 +129,7 @@ class ReleaseWorker:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of each recurrent state of a layer, as it states them to peers (from 0.18)."""
+        """Returns the bytes of each recurrent state of a layer, as it states them (from 0.18)."""
         if "ssm_sizes" not in self.facts.agent_metadata:
             return ()
         return tuple(map(int, self.worker._mamba_ssm_size))
@@ -143,7 +144,7 @@ class ReleaseWorker:
 
     @property
     def planned_kernel_blocks(self) -> int | None:
-        """As :attr:`kernel_blocks_per_block`; None where it finds out as it registers (<= 0.17)."""
+        """Returns the same before it registers; None where it does not know it yet (<= 0.17)."""
         return self.kernel_blocks_per_block if self.facts.has_cache_groups else None
 
     @property
@@ -180,11 +181,7 @@ class ReleaseWorker:
         return spec_of(self.worker._layer_specs.get(layer), layer)
 
     def groups(self, layers: Iterable[str]) -> tuple[Group, ...]:
-        """The cache groups of these layers; one <= 0.17.
-
-        Raises:
-            UnexpectedCaches: a layer is in no group.
-        """
+        """The cache groups of these layers; one <= 0.17."""
         if not self.facts.has_cache_groups:
             return (Group(frozenset(layers), window_tokens=0),)
         worker = self.worker
@@ -192,7 +189,7 @@ class ReleaseWorker:
         return planned_groups(worker.kv_cache_config, self.facts, layers, is_clipped=is_clipped)
 
     def is_readable(self, layer: str, cache: Any) -> bool:
-        """Whether a layer's tensor is an attention cache in blocks.
+        """True if a layer's tensor is an attention cache in blocks.
 
         Not recurrent state, a flat buffer, or a pool of other block count.
         """
@@ -207,7 +204,7 @@ class ReleaseWorker:
         return is_attention and not (self.facts.names_layouts and self._has_other_blocks(layer))
 
     def _has_other_blocks(self, layer: str) -> bool:
-        """Whether a layer does not tell how many blocks the plan has (from 0.29)."""
+        """True if a layer does not tell how many blocks the plan has (from 0.29)."""
         from vllm.v1.kv_cache_interface import CircularBufferSpec
 
         spec = self.spec_of(layer)
@@ -230,7 +227,7 @@ class ReleaseWorker:
 
     @property
     def backends(self) -> tuple[Any, ...]:
-        """Of all of its layers; none <= 0.11.0."""
+        """Returns the backends of all of its layers; none <= 0.11.0."""
         source = self.facts.shape_source
         if source == "flags":
             return ()
@@ -241,7 +238,7 @@ class ReleaseWorker:
         return tuple(self.worker.attn_backends)
 
     def is_of_state(self, backend: Any) -> bool:
-        """Whether a backend's layers have recurrent state."""
+        """True if a backend's layers have recurrent state."""
         if self.facts.backends_tell_state:
             return bool(backend.is_ssm())
         return "get_kv_cache_shape" in getattr(backend, "__abstractmethods__", ())
@@ -290,7 +287,7 @@ class ReleaseWorker:
         return orders.pop() if len(orders) == 1 else None
 
     def computes_on_amx(self) -> bool:
-        """Whether the CPU backend computes some layer's attention with AMX, however it keeps it."""
+        """True if the CPU backend computes some layer's attention with AMX, however it keeps it."""
         if self.facts.shape_source == "flags":
             return False
         if "CPU_ATTN" not in self._names_of_backends():
@@ -298,21 +295,21 @@ class ReleaseWorker:
         return any(self._cpus_kernels(tokens) == "amx" for tokens, _ in self._cpus_shapes())
 
     def _names_of_backends(self) -> list[str]:
-        """Of attention's."""
+        """Returns the names of attention's."""
         if not self.facts.has_cache_groups:
             return [self.worker.backend_name]
         # The worker's own is the first one's, which may be of recurrent state.
         return [backend.get_name() for backend in self.attention_backends]
 
     def _cpus_kernels(self, block_tokens: int) -> str:
-        """Those that the release chooses on this processor."""
+        """Returns the kernels that the release chooses on this processor."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         return str(_get_attn_isa(self.worker.vllm_config.model_config.dtype, block_tokens))
 
     @property
     def tiles_on_amx(self) -> bool:
-        """Whether the CPU backend has this model's keys in tiles where a processor has AMX."""
+        """True if the CPU backend has this model's keys in tiles where a processor has AMX."""
         config = self.worker.vllm_config
         is_plain = config.cache_config.cache_dtype in PLAIN_CACHE_DTYPES
         return is_plain and str(config.model_config.dtype) == "torch.bfloat16"
@@ -329,7 +326,7 @@ class ReleaseWorker:
         return KeyOrder.COLUMN_MAJOR if channels % TILED_CHANNELS else KeyOrder.TILED
 
     def _cpus_shapes(self) -> set[tuple[int, int]]:
-        """(tokens of a block, channels of a head) of all layers."""
+        """Returns the tokens of a block and the channels of a head of all layers."""
         worker = self.worker
         found = {(int(worker.block_size), int(worker.model_config.get_head_size()))}
         if self.facts.has_cache_groups:

@@ -84,7 +84,8 @@ class SharedRows:
     row_bytes: int = 0
 
     def copied_short(self) -> tuple[Page, int] | None:
-        """The first page that is copied in part even between equal rows, and how many bytes come.
+        """Returns the first page that is copied in part even between equal rows, and the bytes that
+        come.
 
         Of the states that ranks share out the release copies the states and no region.
         """
@@ -109,7 +110,7 @@ class SharedRows:
         return [region for region, group in groups if group in (page.group, _EVERY_GROUP)]
 
     def has_equal_rows(self, regions: Sequence[Region], ranks: tuple[int, int]) -> bool:
-        """Whether every byte lies at a peer where it does here, with as many ranks as heads.
+        """True if every byte lies at a peer where it does here, with as many ranks as heads.
 
         Args:
             regions: the peer's.
@@ -118,12 +119,12 @@ class SharedRows:
         return min(ranks) >= self.heads and tuple(regions) == self.regions
 
     def has_other_rows(self, regions: Sequence[Region]) -> bool:
-        """Whether some byte lies elsewhere at a peer, where both have one piece of memory."""
+        """True if some byte lies elsewhere at a peer, where both have one piece of memory."""
         ends = [region.end for region in (*self.regions, *regions)]
         return max(ends, default=0) <= self.row_bytes and tuple(regions) != self.regions
 
     def is_cut_by_page(self) -> bool:
-        """Whether each region that is read for an attention block is a page of its group's."""
+        """True if each region that is read for an attention block is a page of its group's."""
         groups = {p.group for p in self.pages if p.holder in (Holder.HEADS, Holder.WHOLE)}
         return all(self._is_group_cut_by_page(group) for group in groups)
 
@@ -139,7 +140,7 @@ class SharedRows:
         return len(found) == len(pages) == len(inside)
 
     def misread_ring(self, ranks: tuple[int, int]) -> Page | None:
-        """A ring of which a share is read, where rows are cut by page.
+        """Returns a ring of which a share is read, where rows are cut by page.
 
         Args:
             ranks: of the peer, and of this engine.
@@ -165,7 +166,7 @@ def _reach(offset: int, regions: Iterable[Region]) -> int:
 
 
 def regions_of(addresses: Sequence[int], block_bytes: Sequence[int]) -> tuple[Region, ...]:
-    """As a handshake states them; a peer that states more of one than of the other has others."""
+    """Returns the regions that a handshake states."""
     first = min(addresses, default=0)
     places = zip(addresses, block_bytes, strict=False)
     return tuple(Region(address - first, size) for address, size in places)

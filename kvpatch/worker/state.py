@@ -33,7 +33,7 @@ class _State:
 
     @cached_property
     def facts(self) -> ReleaseFacts:
-        """Of this process's release; a test of another release's sets them."""
+        """Returns the facts of this process's release; a test of another release's sets them."""
         return installed_facts()
 
     def of(self, kind: type[_Kind]) -> _Kind:
@@ -98,7 +98,7 @@ class FrontEndState(_State):
 
 
 def worker_state(worker: Any) -> WorkerState:
-    """Of a connector's worker half; made when it is first asked for."""
+    """Returns the state of a connector's worker half."""
     return _state(worker, WorkerState)
 
 
@@ -114,17 +114,17 @@ def release_worker(worker: Any) -> ReleaseWorker:
 
 
 def scheduler_state(scheduler: Any) -> SchedulerState:
-    """Of a connector's scheduler half; made when it is first asked for."""
+    """Returns the state of a connector's scheduler half."""
     return _state(scheduler, SchedulerState)
 
 
 def engine_state(core: Any) -> EngineState:
-    """Of vLLM's own scheduler, or of its block manager once they were brought together."""
+    """Returns the state of vLLM's own scheduler, or of its block manager, which may share it."""
     return _state(core, EngineState)
 
 
 def front_end_state(metrics: Any) -> FrontEndState:
-    """Of the release's metrics of the connector's; made when it is first asked for."""
+    """Returns the state of the release's metrics of the connector's."""
     return _state(metrics, FrontEndState)
 
 

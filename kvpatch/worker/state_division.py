@@ -39,21 +39,17 @@ class StateDivision:
     reason: str = "nobody has said how ranks share them out"
 
     def sizes_bytes(self, rank: Rank) -> tuple[int, ...]:
-        """Of each state on a rank.
-
-        Raises:
-            UnplannableCopy: so many ranks cannot have equal shares.
-        """
+        """Returns the bytes of each state on a rank; raises UnplannableCopy for unequal shares."""
         return tuple(state.size_bytes(rank) for state in self.states)
 
     @property
     def has_copies(self) -> bool:
-        """Whether every rank has some part of a state whole."""
+        """True if every rank has some part of a state whole."""
         return any(part.is_copied for state in self.states for part in state.parts)
 
 
 def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> StateDivision:
-    """How a layer's states are shared out.
+    """Returns how a layer's states are shared out.
 
     Args:
         spec: of the layer, in the plan of one of `ranks`.
@@ -91,7 +87,7 @@ def division_of(release: ReleaseWorker, spec: Any) -> StateDivision:
 
 
 def divided_states(release: ReleaseWorker) -> dict[str, StateDivision]:
-    """How the states of each layer are shared out that a worker has, by the release's plan.
+    """Returns how the states of each layer are shared out, by the release's plan.
 
     Those that the release itself takes for whole on every rank are left out.
     """
@@ -144,7 +140,7 @@ def _parts(
 
 
 def _groups_part(own: int, width: int, ranks: int, groups: int | None) -> Part | str:
-    """What of a Mamba2 convolution is B, or C: of a rank's groups, of all that the model has.
+    """Returns the part of a Mamba2 convolution that is B, or C: of a rank's groups, of all.
 
     Args:
         own: groups that a rank has.

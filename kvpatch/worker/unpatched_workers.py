@@ -56,7 +56,7 @@ class EqualBlockPeers:
         self._known: RecentEngines[bool] = RecentEngines()
 
     def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
-        """Whether the peer is such a one.
+        """True if the peer is such a one.
 
         Args:
             blocks: that P names for a prompt.
@@ -83,7 +83,7 @@ def is_guarded(
     remote_blocks: tuple[tuple[int, ...], ...],
     facts: ReleaseFacts,
 ) -> bool:
-    """Whether a worker without kvpatch may read a request wrongly that one with it would not."""
+    """True if a worker without kvpatch may read a request wrongly that one with it would not."""
     number = counted_group(scheduler, facts)
     if number is None or number >= len(remote_blocks):
         return True

@@ -37,7 +37,7 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> bool:
-    """Whether this worker did, and its peers may have; 0.12 asks the worker for its blocks."""
+    """True if this worker did, and its peers may have; 0.12 asks the worker for its blocks."""
     tokens = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
     planned = worker.vllm_config.cache_config.block_size
     return worker.backend_name == "CPU_ATTN" and tokens == {planned}
@@ -70,11 +70,7 @@ def ask_for_tiles() -> None:
 
 
 def refuse_steps_under_way(release: ReleaseWorker) -> None:
-    """Refuses a D whose steps may write to what it loads.
-
-    Raises:
-        RegistrationRefused: with the option that makes it right.
-    """
+    """Refuses a D whose steps may write to what it loads."""
     from vllm.platforms import current_platform
 
     facts, config = release.facts, release.worker.vllm_config
@@ -95,7 +91,7 @@ def refuse_steps_under_way(release: ReleaseWorker) -> None:
 def misread_states(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], attention: Collection[str]
 ) -> bool:
-    """Whether the release would look elsewhere for the state of a layer.
+    """True if the release would look elsewhere for the state of a layer.
 
     Args:
         attention: the layers that are no state.

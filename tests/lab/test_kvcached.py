@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from kvpatch.peer.split_kv import PAGE_BYTES
+from kvpatch.peer.remote_geometry import PAGE_BYTES
 from tests.releases import kvcached
 
 from .case import Case, Family, Sabotage

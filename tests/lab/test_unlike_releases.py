@@ -13,7 +13,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
-from kvpatch.peer.unlike_releases.peer_releases import NULLABLE
+from kvpatch.peer.other_releases import NULLABLE
 from tests.releases.fetch import fetch
 
 from . import releases_table

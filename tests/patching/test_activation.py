@@ -245,7 +245,7 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
 _OF_OTHERS = (
     *(
         "load.heterogeneous_reads",
-        "load.read_factory",
+        "load.chosen_ways",
         "load.token_pairing",
         "geometry.staged_plan",
     ),

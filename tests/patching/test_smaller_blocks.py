@@ -14,10 +14,8 @@ from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
-from kvpatch.load.smaller_blocks import Blocks
-from kvpatch.load.smaller_blocks_admission import why_misread
-from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, remote_slice
-from kvpatch.load.smaller_blocks_reading import paired
+from kvpatch.load.smaller_blocks import Blocks, why_misread
+from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
 from kvpatch.peer.decision import Decision, Refuse, Stock, decide
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.worker.kv_cache_groups import Group

@@ -17,6 +17,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.peer import side_channel_key
 from kvpatch.peer.agent_metadata import StatedBlocks
+from kvpatch.peer.other_releases import Address
 from kvpatch.peer.stated_words import (
     BLOCKS,
     CONTENTS,
@@ -24,15 +25,15 @@ from kvpatch.peer.stated_words import (
     KEYS,
     LAYOUT,
     SideChannels,
+    check_contents,
+    contents_of,
     lack_kvpatch,
     stated_blocks,
     with_names,
     with_stated_words,
     words_of,
 )
-from kvpatch.peer.unlike_releases.side_channel import Address
 from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
-from kvpatch.worker.whole_blocks import check_contents, contents_of
 
 from .release_workers import worker_of
 from .test_decision import local

@@ -18,19 +18,23 @@ from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.decision import Read, Refuse, decide
-from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
-from kvpatch.peer.unlike_releases.messages import to_agent, to_engine
-from kvpatch.peer.unlike_releases.peer_releases import (
+from kvpatch.peer.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.peer.other_releases import (
     NULLABLE,
+    Address,
     PeerReleases,
     Statement,
+    ask,
+    question_for,
     question_of,
+    read_statement,
     releases_by_answer,
     releases_by_fields,
     speak_alike,
+    to_agent,
+    to_engine,
+    translated,
 )
-from kvpatch.peer.unlike_releases.side_channel import Address, ask, question_for
-from kvpatch.peer.unlike_releases.translation import read_statement, translated
 from kvpatch.worker.state import worker_state
 
 from .test_decision import local
@@ -451,7 +455,7 @@ class TestWhereNoOtherReleaseIsAccepted:
             asked.append(interpretation)
             yield SimpleNamespace(port=1)
 
-        monkeypatch.setattr("kvpatch.peer.unlike_releases.interpreter.Interpreter", interpreter)
+        monkeypatch.setattr("kvpatch.peer.interpreter.Interpreter", interpreter)
         params = {**EVERY, **answer(release)}
         ((called, _),) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
 

@@ -14,7 +14,7 @@ import torch
 import wrapt
 
 from experiments.made_reader import preparing
-from kvpatch.load.read_factory import Progress
+from kvpatch.load.chosen_ways import Progress
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.agent_gate import ProgressAgent
 from kvpatch.transfer.caches import Caches

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from kvpatch.core.errors import CannotPlan
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.smaller_blocks_admission import JoiningCache, why_joined_wrongly
+from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
 from kvpatch.peer.cpu_keys import word_of
 from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
-from kvpatch.peer.unlike_releases.peer_releases import speak_alike
+from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine

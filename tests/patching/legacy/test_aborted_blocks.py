@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpatch.core.releases import FACTS
-from kvpatch.legacy.aborted_blocks import AbortedBlocks
+from kvpatch.legacy.aborted_loads import AbortedBlocks
 from kvpatch.worker.state import engine_state
 
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.legacy.failed_requests import (
+from kvpatch.legacy.failed_loads import (
     FailedGroupLoads,
     FailedRequestQueue,
     FailedRequestSet,

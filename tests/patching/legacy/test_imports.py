@@ -20,8 +20,8 @@ pytestmark = pytest.mark.patching
         ("0.20.1", {"failed_loads"}),
         ("0.15.1", {"aborted_loads", "aborted_reads", "failed_loads"}),
         ("0.13.0", {"aborted_loads", "failed_loads", "multi_rank"}),
-        ("0.11.0", {"listener_words", "multi_rank"}),
-        ("0.10.0", {"listener_words", "whole_blocks_only"}),
+        ("0.11.0", {"unlike_engines", "multi_rank"}),
+        ("0.10.0", {"unlike_engines"}),
     ],
 )
 def test_what_a_process_imports_of_it(tmp_path, release, expected):

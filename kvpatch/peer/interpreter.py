@@ -16,21 +16,20 @@ from typing import Any
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.peer.side_channel_key import listen_under_key
-from kvpatch.peer.unlike_releases.peer_releases import (
+from kvpatch.peer.other_releases import (
+    Address,
     Releases,
     Statement,
+    ask,
+    fields_of,
+    question_for,
     question_of,
+    rank_asked_for,
     releases_by_fields,
     speak_alike,
+    translated,
 )
-from kvpatch.peer.unlike_releases.side_channel import (
-    Address,
-    ask,
-    question_for,
-    rank_asked_for,
-)
-from kvpatch.peer.unlike_releases.translation import fields_of, translated
+from kvpatch.peer.side_channel_key import listen_under_key
 
 HOST = "127.0.0.1"
 _LOOK_MS = 50
@@ -57,11 +56,7 @@ class Interpretation:
     tell: Callable[[int, Statement | None], None]
 
     def answer(self, message: bytes) -> list[bytes]:
-        """What our release is answered.
-
-        Raises:
-            PeerRefused: P does not answer, or with what no release of the table does.
-        """
+        """Returns what our release is answered."""
         import msgspec
 
         rank = rank_asked_for(self.own.question, message)
@@ -115,7 +110,7 @@ _METADATA = "agent_metadata_bytes"
 
 
 def _between(asked: float) -> float:
-    """The middle of a question's way: the clock of a P that does not tell its own is ours."""
+    """Returns the middle of a question's way, for the clock of a P that does not tell its own."""
     return (asked + time.perf_counter()) / 2
 
 

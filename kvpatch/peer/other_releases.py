@@ -1,0 +1,270 @@
+"""Which releases a P may be of, by the names of what it answers and of what it states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.releases import FACTS, Question, ReleaseFacts
+from kvpatch.core.text import shown
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, inner_layout, layer_by_layer
+from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.transfer.lifetime import HEARTBEAT
+from kvpatch.worker.state import held_by
+
+#: Of all answers, those fields that some release has.
+_FIELDS = frozenset[str]().union(*(facts.answer for facts in FACTS.values()))
+#: What a P's words must mean the same in, to be taken for our own release's.
+_MEANINGS = ("question", "reader_count", "cache_shape", "names_layouts", "has_cache_groups")
+#: The only field that a P which has it may answer null for.
+NULLABLE = frozenset(("remote_blocks_expiry_time",))
+_MOST_ID = 1024
+
+Releases = tuple[str, ...]
+
+
+def releases_by_answer(params: Mapping[str, Any]) -> Releases:
+    """Returns the releases whose P answers with just these fields; none if a proxy left some out.
+
+    A proxy with types of its own adds null for fields that P did not send.
+    """
+    named = _FIELDS & params.keys()
+    stated = {name for name in named if params[name] is not None}
+    fit = {n: f.answer for n, f in FACTS.items() if f.answer - NULLABLE <= stated <= f.answer}
+    return tuple(name for name in fit if fit[name] == named) or tuple(fit)
+
+
+def releases_by_fields(releases: Releases, stated: Iterable[str]) -> Releases:
+    """Returns those of `releases` whose workers state just these fields at a handshake."""
+    fields = frozenset(stated)
+    return tuple(name for name in releases if FACTS[name].agent_metadata == fields)
+
+
+def question_of(releases: Releases) -> Question | None:
+    """Returns what releases that answer alike want to be asked; None where they do not agree.
+
+    A listener <= 0.11.0 answers whatever it is asked.
+    """
+    found = {FACTS[name].question for name in releases} - {"at a port"}
+    return found.pop() if len(found) == 1 else None
+
+
+def speak_alike(releases: Releases, own: ReleaseFacts) -> bool:
+    """True if all these releases say what ours says, and mean the same by it."""
+    return all(
+        own.agent_metadata - _OPTIONAL <= FACTS[name].agent_metadata
+        and all(getattr(FACTS[name], fact) == getattr(own, fact) for fact in _MEANINGS)
+        for name in releases
+    )
+
+
+#: What releases that have them do without, where a P does not state them.
+_OPTIONAL = frozenset(
+    ("dcp_size", "pcp_size", "region_num_blocks", "region_group_ids", "region_names")
+) | {"region_mem_types", "region_members", "packed_member_layouts", "ple_block_len"}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a rank of a P of another release has stated, in its own words.
+
+    Attributes:
+        releases: that it may be of.
+        fields: of its metadata, by name.
+    """
+
+    releases: Releases
+    fields: Mapping[str, Any]
+
+    @property
+    def facts(self) -> ReleaseFacts:
+        """Returns the facts of one of these releases, whose metadata has the same fields."""
+        return FACTS[self.releases[-1]]
+
+
+@dataclass(eq=False)
+class PeerReleases:
+    """What a scheduler, or a worker, knows of its peers' releases, by engine id."""
+
+    _answers: RecentEngines[Releases] = field(default_factory=RecentEngines)
+    _stated: RecentEngines[dict[int, Statement]] = field(default_factory=RecentEngines)
+
+    def learn(self, params: Any) -> None:
+        """Books what a request says of the P that it was sent by."""
+        if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+            return
+        engine_id = params.get("remote_engine_id")
+        if isinstance(engine_id, str) and 0 < len(engine_id) <= _MOST_ID:
+            self._answers[engine_id] = releases_by_answer(params)
+
+    def of(self, engine_ids: Iterable[str]) -> dict[str, Releases]:
+        """By engine, where something is known of it."""
+        found = ((engine_id, self._answers.get(engine_id)) for engine_id in engine_ids)
+        return {engine_id: releases for engine_id, releases in found if releases}
+
+    def take(self, told: Mapping[str, Releases]) -> None:
+        """Books what the scheduler knows."""
+        for engine_id, releases in told.items():
+            self._answers[engine_id] = releases
+
+    def state(self, engine_id: str, rank: int, statement: Statement | None) -> None:
+        """Books what a rank has stated; None for one that speaks as we do."""
+        ranks = dict(self._stated.get(engine_id, {}))
+        ranks.pop(rank, None)
+        if statement is not None:
+            ranks[rank] = statement
+        self._stated[engine_id] = ranks
+
+    def stated(self, engine_id: str, rank: int) -> Statement | None:
+        """Returns what a rank of another release has stated; None of any other."""
+        return self._stated.get(engine_id, {}).get(rank)
+
+    @property
+    def has_others(self) -> bool:
+        """True if any rank of another release has stated something."""
+        return any(self._stated.values())
+
+    def speaks_otherwise(self, engine_id: str) -> Statement | None:
+        """Returns what some rank of a P of another release has stated; None of any other P."""
+        return next(iter(self._stated.get(engine_id, {}).values()), None)
+
+
+_GET = b"get_meta_msg"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a P listens."""
+
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str:
+        is_bare = ":" in self.host and not self.host.startswith("[")  # vLLM takes both
+        host = f"[{self.host}]" if is_bare else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+def question_for(question: Question, rank: int) -> bytes:
+    """A question for a rank, of a P without a pipeline."""
+    import msgspec
+
+    if question == "at a port":
+        return _GET
+    ranks = (rank,) if question == "rank" else (0, rank)
+    return msgspec.msgpack.encode((_GET, *ranks))
+
+
+def rank_asked_for(question: Question, message: bytes) -> int:
+    """Returns the rank that our own release asks for; refuses a later stage of a pipeline."""
+    import msgspec
+
+    of_type = tuple[bytes, int] if question == "rank" else tuple[bytes, int, int]
+    _, *stage, rank = msgspec.msgpack.decode(message, type=of_type)
+    if any(stage):
+        raise PeerRefused(
+            "a P of another release is asked for a later stage of its pipeline",
+            "use --pipeline-parallel-size 1 on the prefill side",
+        )
+    return int(rank)
+
+
+def ask(address: Address, message: bytes) -> list[bytes]:
+    """Returns the frames of what P answers; refuses a P that does not, or has another key."""
+    import zmq
+
+    from kvpatch.peer import side_channel_key
+
+    with side_channel_key.side_channel_socket(zmq.REQ, address.path) as asking:
+        asking.send(message)
+        if not asking.poll(side_channel_key.ANSWER_MS):
+            raise side_channel_key.nobody_answers(address.path)
+        found: list[bytes] = asking.recv_multipart()
+        return found
+
+
+def fields_of(metadata: bytes) -> dict[str, Any]:
+    """Returns what a rank states, by name: msgpack's own types, and nothing else."""
+    import msgspec
+
+    try:
+        return msgspec.msgpack.decode(metadata, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise PeerRefused(
+            f"what a P states is no metadata: {shown(str(error))}",
+            "use one vLLM and one kvpatch on both sides",
+        ) from error
+
+
+def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[str, Any]:
+    """Returns the fields that a worker of our release would state of the same memory.
+
+    What P does not say is what our release takes for nothing said, or our own side's. P's own words
+    decide what becomes of the peer.
+
+    Args:
+        backend: ours.
+    """
+    stated = statement.fields
+    found = {name: stated[name] for name in own.agent_metadata & stated.keys()}
+    without = {
+        "block_strides": stated["block_lens"],
+        "attn_backend_name": backend,
+        "ssm_sizes": (0, 0),
+        "physical_blocks_per_logical_kv_block": 1,
+        "dcp_size": 1,
+        "pcp_size": 1,
+    }
+    found |= {n: v for n, v in without.items() if n in own.agent_metadata and n not in found}
+    found["kv_cache_layout"] = layout_as(stated.get("kv_cache_layout"), own)
+    return found
+
+
+def layout_as(layout: Any, own: ReleaseFacts) -> Any:
+    """A layout by the name that our release has for it; its own where there is none."""
+    inner = inner_layout(layout) if isinstance(layout, str) else None
+    if inner is None or layout not in LAYER_BY_LAYER:
+        return layout
+    return layer_by_layer(inner, like="LBHNC" if own.names_layouts else "HND")
+
+
+def read_statement(
+    statement: Statement, own: ReleaseFacts, tp_rank: int, tp_size: int
+) -> AgentMetadata:
+    """Reads what a rank of another release states, in our vocabulary."""
+    stated = SimpleNamespace(**statement.fields)
+    peer = read_agent_metadata(stated, statement.facts, tp_rank, tp_size)
+    return replace(peer, layout=layout_as(peer.layout, own), releases=statement.releases)
+
+
+def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
+    """Returns a message in the words of a peer; None for one that it would not understand.
+
+    With as many ranks on both sides one of ours reads one of P's, which every release takes for
+    all that it waits for.
+    """
+    known = held_by(worker, PeerReleases)
+    statement = None if known is None else known.speaks_otherwise(engine_id)
+    if statement is None:
+        return message
+    if message.startswith(HEARTBEAT):
+        grants = any(FACTS[name].grants_leases for name in statement.releases)
+        return message if grants else None
+    request, colon, _ = message.rpartition(b":")
+    return request + colon + b"1" if colon else message
+
+
+def to_agent(worker: Any, agent: str, message: bytes) -> bytes | None:
+    """Does the same where NIXL's name of the rank alone is known."""
+    known = held_by(worker, PeerReleases)
+    if known is None or not known.has_others:
+        return message
+    for engine_id, ranks in tuple(worker._remote_agents.items()):  # handshakes add to it
+        if agent in ranks.values():
+            return to_engine(worker, engine_id, message)
+    return message
