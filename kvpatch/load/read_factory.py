@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import Fate
@@ -17,7 +16,7 @@ from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.storageless import StoragelessCaches
+from kvpatch.transfer.storageless import AnyCaches
 from kvpatch.transfer.unposted import Unposted
 
 
@@ -57,7 +56,7 @@ class ReadFactory:
     """
 
     pool: StagingPool
-    caches: Caches | StoragelessCaches
+    caches: AnyCaches
     progress: Progress | None
 
     def read(

@@ -19,9 +19,10 @@ from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
-from kvpatch.transfer.placements import Placements, Placer
+from kvpatch.transfer.placements import Placements
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose, quarantine
+from kvpatch.transfer.storageless import AnyCaches
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
 
@@ -69,7 +70,7 @@ class StagedRead(OwnRead):
         self,
         nixl: Any,
         pool: StagingPool,
-        caches: Placer,
+        caches: AnyCaches,
         ends: Ends,
         notification: bytes,
         unposted: Unposted,
