@@ -100,7 +100,7 @@ def before_word(event: Callable[[], None]) -> None:
 
 def counts(workers: Sequence[Any]) -> dict[str, int]:
     """Over all of a D's ranks."""
-    from kvpatch.checks.digests.load_proof import DigestCounts
+    from kvpatch.checks.digests.digest_check import DigestCounts
     from kvpatch.observe.catalogue import Proof
     from kvpatch.worker.state import worker_state
 
@@ -143,7 +143,7 @@ _seen: dict[str, int] = {}
 
 def note_holds(workers: Sequence[Any]) -> None:
     """Keeps in mind which words stand."""
-    from kvpatch.checks.holds.hold_table import HoldTable
+    from kvpatch.checks.tables import HoldTable
     from kvpatch.worker.state import worker_state
 
     for worker in workers:

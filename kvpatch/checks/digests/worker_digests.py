@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead
+from kvpatch.checks.digests.digest_check import DigestCheck, DigestCounts, DigestRead, LoadProof
 from kvpatch.checks.digests.digest_maker import DigestMaker, Order
 from kvpatch.checks.digests.digest_table import DigestTable
-from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof
 from kvpatch.checks.digests.table_digests import CoveredCaches, DigestStream, TableTokens
 from kvpatch.checks.holds.grants import DigestOrder, StatedTables, read_promise
 from kvpatch.checks.holds.hold_check import HoldCheck
-from kvpatch.checks.holds.hold_table import HoldTable
-from kvpatch.checks.tables import made_table
+from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.plane import Content
