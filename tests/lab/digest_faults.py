@@ -154,7 +154,7 @@ def note_holds(workers: Sequence[Any]) -> None:
 
 def keep_from(*, are_kept: bool) -> None:
     """Keeps P's thread of digests from its next one, or lets it go on."""
-    from kvpatch.checks.digests.digest_maker import DigestMaker
+    from kvpatch.checks.digests.worker_digests import DigestMaker
 
     if are_kept:
         _make.append(DigestMaker._make)

@@ -14,7 +14,6 @@ import torch
 from kvpatch.checks.digests import digest_check as read_module
 from kvpatch.checks.digests import digest_maker as maker_module
 from kvpatch.checks.digests.digest_check import DigestCheck, DigestCounts, DigestRead, LoadProof
-from kvpatch.checks.digests.digest_maker import DigestMaker, Order
 from kvpatch.checks.digests.digest_table import (
     _LANDINGS,
     _RING_BYTES,
@@ -23,6 +22,7 @@ from kvpatch.checks.digests.digest_table import (
     DigestTable,
 )
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
+from kvpatch.checks.digests.worker_digests import DigestMaker, Order
 from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.catalogue import Proof

@@ -144,8 +144,6 @@ class LoadProof:
         self.counts.count(next(found for found in worst if found in self._ended))
 
 
-_LOG = logging.getLogger("kvpatch.digests")
-
 #: P makes digests in a step after it has answered, and in a thread. Polls of each of: P has not
 #: written them, what is on its way does not come, there is no place for it to land.
 _MOST_POLLS = 5000
@@ -391,7 +389,9 @@ class DigestCheck:
         if self._is_sample and not part.is_sample and loaded:
             end_token = part.digests.ranges[-1][1]
             drawn = extents_of(0, end_token, part.range_tokens, seed, is_sample=True)
-            loaded = tuple(one for run in drawn for one in loaded if _is_in(one, run))
+            loaded = tuple(
+                one for run in drawn for one in loaded if run[0] <= one[0] and one[1] <= run[1]
+            )
         return joined(loaded)
 
     def _alarm(self, found: Comparison) -> None:
@@ -412,10 +412,6 @@ class DigestCheck:
 def seed_of(generation: int) -> bytes:
     """The seed of a request's digests, which both sides know by the word of P's hold."""
     return f"{generation:x}".encode()
-
-
-def _is_in(one: Extent, run: Extent) -> bool:
-    return run[0] <= one[0] and one[1] <= run[1]
 
 
 def _place_in_model(layer: str) -> tuple[list[int], str]:
