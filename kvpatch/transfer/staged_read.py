@@ -172,7 +172,8 @@ class StagedRead(OwnRead):
         has_landed = self._land()
         if has_landed or self._unposted.is_any:
             self._is_failed_by_lease()
-        if self._unposted.is_any and self._began is None and not self._may_begin():
+        is_first = self._unposted.is_any and self._began is None
+        if is_first and not self._may_begin() and self._goes_on:
             return False
         while self._landed:
             self._place(self._landed.pop(0))
