@@ -103,6 +103,7 @@ class StagedRead(OwnRead):
 
     def start(self) -> str:
         self.admit()
+        self._begin()
         self.state()
         return "PROC"
 

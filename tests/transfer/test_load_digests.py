@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvpatch.checks.digests import digest_check as read_module
-from kvpatch.checks.digests import digest_maker as maker_module
+from kvpatch.checks.digests import worker_digests as maker_module
 from kvpatch.checks.digests.digest_check import DigestCheck, DigestCounts, DigestRead, LoadProof
 from kvpatch.checks.digests.digest_table import (
     _LANDINGS,
