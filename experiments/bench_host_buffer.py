@@ -30,8 +30,7 @@ from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.run import HOST_BUFFER
 from kvpatch.tools.verify.engine import Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal, vocabulary
 from kvpatch.tools.verify.setups import Options, small_engine
 
 BLOCK_TOKENS = 64

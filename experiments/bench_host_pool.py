@@ -25,8 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.host_buffer.host_memory import host_bytes
-from kvpatch.host_buffer.host_pool import HostPool, block_bytes
+from kvpatch.host_buffer.host_pool import HostPool, block_bytes, host_bytes
 
 RUN_BLOCKS = 64
 

@@ -25,9 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import plan_parts
-from kvpatch.geometry.overlap import Overlap, overlaps_of
+from kvpatch.geometry.overlap import HOST_MEMORY, Overlap, is_direct, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks

@@ -4,7 +4,7 @@
 
 Two processes on this machine, one NIXL agent each (UCX): the same memory is read in runs of
 one size, scattered on both sides. From the rows follow the two numbers of Costs
-(kvpatch/geometry/direct_or_staged.py): seconds a run, from the small ones, and bytes a second, from
+(kvpatch/geometry/overlap.py): seconds a run, from the small ones, and bytes a second, from
 the large ones. A strided copy of as many bytes out of a staging buffer is timed beside them.
 """
 

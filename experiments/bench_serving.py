@@ -41,7 +41,7 @@ from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
-from kvpatch.tools.verify.observe import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, small_engine
 
 _TORCH_ATTENTION = (

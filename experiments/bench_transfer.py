@@ -39,9 +39,8 @@ from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import plan_parts, plan_runs
-from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.overlap import HOST_MEMORY, is_direct, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks

@@ -55,8 +55,13 @@ from experiments.options import chosen, show_said, work_folder
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import progress_bar, require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.run import (
+    progress_bar,
+    require_kvpatch_as_asked,
+    running,
+    until_signal,
+    vocabulary,
+)
 from kvpatch.tools.verify.setups import Options, small_engine
 
 #: P's is small enough for a few other prompts to take every block.

@@ -18,7 +18,7 @@ from experiments.engines.pairs import LAB_PROBE
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import call_rpc, require_environment
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import running
+from kvpatch.tools.verify.run import running
 from kvpatch.tools.verify.setups import Options, small_engine
 
 _METHOD = "kvpatch_layout"

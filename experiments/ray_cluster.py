@@ -104,8 +104,8 @@ async def served_identically(
     """Whether a pair serves as its prefill engine does alone, with kvpatch in both workers."""
     from kvpatch.tools.verify import report
     from kvpatch.tools.verify.compare import compare
-    from kvpatch.tools.verify.observe import Serving, require_kvpatch_as_asked, vocabulary
     from kvpatch.tools.verify.prompts import build_cases
+    from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, vocabulary
 
     await require_kvpatch_as_asked(client, (prefill, decode))
     cases = build_cases(await vocabulary(client, prefill))
@@ -141,7 +141,7 @@ async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
     from rich.console import Console
 
     from kvpatch.tools.verify.model import make_tiny_llama
-    from kvpatch.tools.verify.observe import running
+    from kvpatch.tools.verify.run import running
     from kvpatch.tools.verify.setups import Options, small_engine
 
     model, console = str(make_tiny_llama(work / "model")), Console()

@@ -45,8 +45,7 @@ from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal, vocabulary
 from kvpatch.tools.verify.setups import Options, small_engine
 
 LEASE_S = 15

@@ -16,8 +16,8 @@ from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.compare import Comparison, Observation, compare
 from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
 from kvpatch.tools.verify.handoff import complete
-from kvpatch.tools.verify.observe import Serving, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.prompts import Case, build_cases
+from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, Setup
 
 if TYPE_CHECKING:

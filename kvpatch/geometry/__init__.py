@@ -15,8 +15,7 @@ The parts, in the order in which a read uses them:
 ``segments``            which tokens of which blocks, on both sides
 ``plane_copies``        strided copies between two planes, and whether segments stay inside
 ``token_tiles``         segments by the tiles that a side's tokens lie in
-``overlap``             the copies out of one remote region
-``direct_or_staged``    which way of reading a region is faster
+``overlap``             the copies out of one remote region, and which way it is read faster
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one

@@ -56,50 +56,7 @@ class CrossLayerBlocks:
         return self.blocks * self.block_bytes
 
 
-def read_cross_layer_blocks(
-    layers: Mapping[str, Sequence[Plane]], order: Sequence[str] | None = None
-) -> CrossLayerBlocks:
-    """The cross-layer blocks that these layers' planes are.
-
-    Args:
-        order: in which they are to follow one another; None for that of their numbers.
-
-    Raises:
-        UnreadableGeometry: their parts overlap, leave gaps, are strided in several or
-            unknown ways, or follow one another in another order.
-    """
-    names = sorted(layers, key=lambda name: layers[name][0].address)
-    first = layers[names[0]]
-    address = first[0].address
-    sizes: list[int] = []
-    axes = layer_axes(first)
-    for name in names:
-        planes = layers[name]
-        place = address + sum(sizes)
-        if not _are_dense(planes, axes, place):
-            raise UnreadableGeometry(
-                f"layer {name!r}: expected it in a cross-layer block at {place:#x}, "
-                f"its axes {axes} from the outermost to the innermost, found "
-                f"{', '.join(map(str, planes))}"
-            )
-        sizes.append(block_bytes(planes))
-    counts = {planes[0].counts.blocks for planes in layers.values()}
-    strides = {plane.strides_bytes.block for planes in layers.values() for plane in planes}
-    if counts != {first[0].counts.blocks} or strides != {sum(sizes)}:
-        raise UnreadableGeometry(
-            f"layers {', '.join(names)}: expected blocks of {sum(sizes)} bytes one behind the "
-            f"other, found {sorted(counts)} of them every {sorted(strides)} bytes"
-        )
-    expected_order = in_order(names) if order is None else list(order)
-    if names != expected_order:
-        raise UnreadableGeometry(
-            f"layers lie in the order {', '.join(names)} in a cross-layer block: expected "
-            f"{', '.join(expected_order)}"
-        )
-    return CrossLayerBlocks(tuple(names), axes, address, tuple(sizes), counts.pop())
-
-
-def read_packed_groups(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> CrossLayerBlocks:
+def read_cross_layer_blocks(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> CrossLayerBlocks:
     """The blocks that each of several groups divides in a way of its own, from their beginning.
 
     The group with the most bytes fills them; of the others' the end may be left over.
@@ -108,17 +65,26 @@ def read_packed_groups(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> Cross
         groups: each with its layers in the order in which they are to follow one another.
 
     Raises:
-        UnreadableGeometry: one group's layers lie otherwise.
+        UnreadableGeometry: layers overlap, leave gaps, are strided in several or unknown ways, or
+            follow one another in another order.
     """
     sizes = [sum(block_bytes(planes) for planes in group.values()) for group in groups]
     widest = groups[sizes.index(max(sizes))]
-    found = read_cross_layer_blocks(widest, tuple(widest))
+    first = next(iter(widest.values()))
+    found = CrossLayerBlocks(
+        tuple(widest),
+        layer_axes(first),
+        first[0].address,
+        tuple(block_bytes(planes) for planes in widest.values()),
+        first[0].counts.blocks,
+    )
     for group in groups:
         address = found.address
         for name, planes in group.items():
-            like = planes[0]
-            is_in_block = (
-                like.strides_bytes.block == found.block_bytes and like.counts.blocks == found.blocks
+            is_in_block = all(
+                plane.strides_bytes.block == found.block_bytes
+                and plane.counts.blocks == found.blocks
+                for plane in planes
             )
             if not is_in_block or not _are_dense(planes, found.axes, address):
                 raise UnreadableGeometry(

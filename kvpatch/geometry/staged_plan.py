@@ -237,7 +237,10 @@ def _part(
 def _chunk(parts: Sequence[_StagedBlocks]) -> Chunk:
     # Neighbours of two regions may belong to two registrations: never one run.
     runs = [part.runs for part in parts]
-    remote, offset, length = (_joined(column) for column in zip(*runs, strict=True))
+    remote, offset, length = (
+        np.concatenate(column) if len(column) > 1 else column[0]
+        for column in zip(*runs, strict=True)
+    )
     return Chunk(
         remote,
         offset,
@@ -245,7 +248,3 @@ def _chunk(parts: Sequence[_StagedBlocks]) -> Chunk:
         parts[-1].end,
         tuple(placement for part in parts for placement in part.placements),
     )
-
-
-def _joined(columns: Sequence[Int64Array]) -> Int64Array:
-    return np.concatenate(columns) if len(columns) > 1 else columns[0]

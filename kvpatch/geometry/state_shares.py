@@ -85,20 +85,23 @@ def shared_runs(states: Sequence[SharedState], remote: Rank, local: Rank) -> tup
     """
     found: list[StateRun] = []
     for run in _runs(states, remote, local):
-        if found and _touch(found[-1], run):
-            before = found.pop()
-            run = before._replace(size_bytes=before.size_bytes + run.size_bytes)
+        before = found[-1] if found else run
+        ends = before.remote_offset + before.size_bytes, before.local_offset + before.size_bytes
+        if ends == (run.remote_offset, run.local_offset):
+            run = found.pop()._replace(size_bytes=before.size_bytes + run.size_bytes)
         found.append(run)
     return tuple(found)
 
 
 def _runs(states: Sequence[SharedState], remote: Rank, local: Rank) -> Iterator[StateRun]:
     remote_start = local_start = 0
+    # The first of the remote ranks that have some of what the local rank has.
+    first_met = local.number * remote.ranks // local.ranks
     for state in states:
         for part in state.parts:
             theirs, ours = part.units_of(remote), part.units_of(local)
             first, end = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
-            is_taken = not part.is_copied or remote.number == _first_met(remote.ranks, local)
+            is_taken = not part.is_copied or remote.number == first_met
             if first < end and is_taken:
                 yield StateRun(
                     remote_start + (first - theirs.start) * state.unit_bytes,
@@ -107,15 +110,3 @@ def _runs(states: Sequence[SharedState], remote: Rank, local: Rank) -> Iterator[
                 )
             remote_start += len(theirs) * state.unit_bytes
             local_start += len(ours) * state.unit_bytes
-
-
-def _first_met(remote_ranks: int, local: Rank) -> int:
-    """The first of the remote ranks that have some of what a local rank has."""
-    return local.number * remote_ranks // local.ranks
-
-
-def _touch(before: StateRun, run: StateRun) -> bool:
-    return (
-        before.remote_offset + before.size_bytes == run.remote_offset
-        and before.local_offset + before.size_bytes == run.local_offset
-    )

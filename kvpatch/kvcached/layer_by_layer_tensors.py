@@ -6,7 +6,6 @@ cache of its own.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
 from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.transfer.one_memory import memory_at
 from kvpatch.worker.recurrent_state import StateInPool
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -112,25 +112,4 @@ def _layer_tensor(
 
 def _at(like: torch.Tensor, address: int, elements: int) -> torch.Tensor:
     """A flat tensor over memory at an address, of the type and device of another's."""
-    import torch
-
-    size_bytes = elements * like.element_size()
-    if like.device.type == "cpu":
-        raw = torch.frombuffer(
-            (ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8
-        )
-    else:
-        raw = torch.as_tensor(_DeviceBytes(address, size_bytes), device=like.device)
-    return raw.view(like.dtype)
-
-
-class _DeviceBytes:
-    """Device memory in the form in which torch takes it from others without a copy."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+    return memory_at(address, elements * like.element_size(), like.device).view(like.dtype)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
-from kvpatch.geometry.overlap import Overlap
+from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, Overlap, is_direct
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool

@@ -38,8 +38,7 @@ from typing import Any
 
 from kvpatch.checks.holds.grants import GrantedHolds, StatedTables
 from kvpatch.checks.holds.hold_check import check_hold
-from kvpatch.checks.holds.hold_table import HoldTable
-from kvpatch.checks.tables import made_table
+from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts

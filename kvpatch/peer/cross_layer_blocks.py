@@ -25,7 +25,6 @@ from kvpatch.geometry.cross_layer_blocks import (
     layer_axes,
     places_of,
     read_cross_layer_blocks,
-    read_packed_groups,
     shares_place,
 )
 from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
@@ -153,7 +152,9 @@ def cross_layer_blocks_of(
         )
     try:
         if packed is not None and all(layers.keys() >= set(group) for group in packed):
-            return read_packed_groups([{n: layers[n].planes for n in group} for group in packed])
+            return read_cross_layer_blocks(
+                [{n: layers[n].planes for n in group} for group in packed]
+            )
         for first, *others in places:
             axes = layer_axes(layers[first].planes)
             for other in others:
@@ -165,7 +166,7 @@ def cross_layer_blocks_of(
                         f"{layers[other].planes[0]}",
                         "set KVCACHED_CONTIGUOUS_LAYOUT=false",
                     )
-        pool = read_cross_layer_blocks({first: layers[first].planes for first, *_ in places})
+        pool = read_cross_layer_blocks([{first: layers[first].planes for first, *_ in places}])
     except UnreadableGeometry as error:
         raise RegistrationRefused(
             f"kvcached's contiguous layout cannot be read here: {error}",

@@ -10,12 +10,14 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from threading import local
+from threading import current_thread, local
 
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.nixl import READ_ERRORS
 
 _LOG = logging.getLogger("kvpatch.progress")
+
+_NAME = "kvpatch-copies"
 
 
 class CopyingThread:
@@ -31,7 +33,7 @@ class CopyingThread:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._here = local()
-        self._executor = ThreadPoolExecutor(1, "kvpatch-copies", partial(_begin, self._here))
+        self._executor = ThreadPoolExecutor(1, _NAME, partial(_begin, self._here))
         self._has_begun = self._is_stopped = False
 
     @property
@@ -112,6 +114,7 @@ class Copy:
 
 def _begin(here: local) -> None:
     here.is_it = True
+    current_thread().name = _NAME  # without the number of the pool's
     use_all_cores()
 
 

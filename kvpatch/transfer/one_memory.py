@@ -44,30 +44,35 @@ def one_memory(tensors: Iterable[torch.Tensor]) -> Bytes | None:
     Args:
         tensors: of one device; they outlive what is returned, which keeps none alive.
     """
-    import torch
-
     storages = [(tensor.device, tensor.untyped_storage()) for tensor in tensors]
     device = storages[0][0]
     start = min(storage.data_ptr() for _, storage in storages)
     size_bytes = max(storage.data_ptr() + storage.nbytes() for _, storage in storages) - start
-    if device.type == "cpu":
-        raw = (ctypes.c_uint8 * size_bytes).from_address(start)
-        return Bytes(start, torch.frombuffer(raw, dtype=torch.uint8))
-    if device.type == "cuda":  # ROCm's devices too
-        return _on_device(start, size_bytes, device)
-    return None
-
-
-def _on_device(address: int, size_bytes: int, device: torch.device) -> Bytes | None:
-    import torch
-
-    try:  # on the device where it is, or torch would look for a default one, and copy it there
-        memory = torch.as_tensor(_Range(address, size_bytes), device=device)
+    if device.type not in ("cpu", "cuda"):  # ROCm's devices are the latter too
+        return None
+    try:
+        memory = memory_at(start, size_bytes, device)
     except (RuntimeError, TypeError, ValueError):
         _LOG.debug("each layer is placed by itself: torch takes no range of memory", exc_info=True)
         return None
-    is_same = memory.device == device and memory.data_ptr() == address
-    return Bytes(address, memory) if is_same else None
+    is_same = memory.device == device and memory.data_ptr() == start
+    return Bytes(start, memory) if is_same else None
+
+
+def memory_at(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Returns memory as ``uint8``; it must outlive the tensor.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: torch takes no such memory.
+    """
+    import torch
+
+    if device.type == "cpu":
+        raw = (ctypes.c_uint8 * size_bytes).from_address(address)
+        return torch.frombuffer(raw, dtype=torch.uint8)
+    # On the device where it is, or torch would look for a default one, and copy it there.
+    found: torch.Tensor = torch.as_tensor(_Range(address, size_bytes), device=device)
+    return found
 
 
 class _Range:

@@ -201,9 +201,12 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         into: each placement with the memory that it is in.
     """
     moves = [
-        (cache.memory, move, _numbered_source(move.source), move.target.numbered())
+        (cache.memory, move, source, move.target.numbered())
         for cache, placement in into
         for move in moves_of(placement, cache.address)
+        for source in (
+            move.source.numbered() if move.source.numbers.steps is None else move.source,
+        )
     ]
     numbers = [target.numbers for _, _, _, target in moves]
     numbers += [source.numbers for _, _, source, _ in moves if source.numbers.steps is None]
@@ -218,10 +221,6 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
             found = _strided(staging, move, first, (*source.sizes, *source.shape), strides)
         rows = _strided(memory, move, target.offset, *_all_rows(target))
         _set_rows(rows, target.numbers, indices, found)
-
-
-def _numbered_source(source: Side) -> Side:
-    return source.numbered() if source.numbers.steps is None else source
 
 
 def _all_rows(side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:

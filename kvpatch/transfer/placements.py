@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool
-
-if TYPE_CHECKING:
-    import torch
-
-
-class Placer(Protocol):
-    """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
-
-    def mark(self) -> Any:
-        """What the engine's thread has told the device by now, which copies come after."""
-
-    def place(
-        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: Any
-    ) -> Callable[[], bool]:
-        """Copies what has landed; what is returned says whether it is done, or raises."""
-
-    def zero(self, tails: Tails, after: Any) -> Callable[[], bool]:
-        """Zeroes what no transfer covers; as what has landed is placed."""
-
-    def settle(self) -> None:
-        """Waits for every copy that has been asked for."""
-
-    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
-        """Has nothing more written by these, which place or zero have returned."""
+from kvpatch.transfer.storageless import AnyCaches
 
 
 class Placements:
@@ -44,7 +21,10 @@ class Placements:
     """
 
     def __init__(
-        self, caches: Placer, pool: StagingPool, errors: tuple[type[Exception], ...]
+        self,
+        caches: AnyCaches,
+        pool: StagingPool,
+        errors: tuple[type[Exception], ...],
     ) -> None:
         self._caches = caches
         self._pool = pool

@@ -19,9 +19,10 @@ from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
-from kvpatch.transfer.placements import Placements, Placer
+from kvpatch.transfer.placements import Placements
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose, quarantine
+from kvpatch.transfer.storageless import AnyCaches
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
 
@@ -69,7 +70,7 @@ class StagedRead(OwnRead):
         self,
         nixl: Any,
         pool: StagingPool,
-        caches: Placer,
+        caches: AnyCaches,
         ends: Ends,
         notification: bytes,
         unposted: Unposted,
@@ -102,6 +103,7 @@ class StagedRead(OwnRead):
 
     def start(self) -> str:
         self.admit()
+        self._begin()
         self.state()
         return "PROC"
 
@@ -171,7 +173,8 @@ class StagedRead(OwnRead):
         has_landed = self._land()
         if has_landed or self._unposted.is_any:
             self._is_failed_by_lease()
-        if self._unposted.is_any and self._began is None and not self._may_begin():
+        is_first = self._unposted.is_any and self._began is None
+        if is_first and not self._may_begin() and self._goes_on:
             return False
         while self._landed:
             self._place(self._landed.pop(0))

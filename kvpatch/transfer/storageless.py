@@ -24,7 +24,7 @@ import numpy as np
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Placement
-from kvpatch.transfer.caches import done
+from kvpatch.transfer.caches import Caches, done
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.place import place_in_host_memory
 from kvpatch.transfer.plane_bytes import Tails, as_integers, zero_tokens
@@ -242,3 +242,7 @@ class StoragelessCaches:
 def _renumbered(segments: Segments, blocks: Int64Array) -> Segments:
     """The same, with places in a list of blocks for their numbers."""
     return replace(segments, local_block=np.searchsorted(blocks, segments.local_block))
+
+
+#: What a read is placed in.
+AnyCaches = Caches | StoragelessCaches

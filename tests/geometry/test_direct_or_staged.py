@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.geometry.direct_or_staged import HOST_MEMORY, Costs, is_direct
-from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.overlap import HOST_MEMORY, Costs, is_direct, overlaps_of
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.tensor_facts import Memory
 

@@ -100,7 +100,7 @@ def before_word(event: Callable[[], None]) -> None:
 
 def counts(workers: Sequence[Any]) -> dict[str, int]:
     """Over all of a D's ranks."""
-    from kvpatch.checks.digests.load_proof import DigestCounts
+    from kvpatch.checks.digests.digest_check import DigestCounts
     from kvpatch.observe.catalogue import Proof
     from kvpatch.worker.state import worker_state
 
@@ -143,7 +143,7 @@ _seen: dict[str, int] = {}
 
 def note_holds(workers: Sequence[Any]) -> None:
     """Keeps in mind which words stand."""
-    from kvpatch.checks.holds.hold_table import HoldTable
+    from kvpatch.checks.tables import HoldTable
     from kvpatch.worker.state import worker_state
 
     for worker in workers:
@@ -154,7 +154,7 @@ def note_holds(workers: Sequence[Any]) -> None:
 
 def keep_from(*, are_kept: bool) -> None:
     """Keeps P's thread of digests from its next one, or lets it go on."""
-    from kvpatch.checks.digests.digest_maker import DigestMaker
+    from kvpatch.checks.digests.worker_digests import DigestMaker
 
     if are_kept:
         _make.append(DigestMaker._make)

@@ -18,7 +18,7 @@ import torch
 
 import kvpatch
 from kvpatch.checks.digests.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
-from kvpatch.checks.holds.hold_table import TABLE_BYTES, WORD_BYTES
+from kvpatch.checks.tables import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, release, standins

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.checks.holds.grants import GrantedHolds, Hold, read_hold
-from kvpatch.checks.holds.hold_table import (
+from kvpatch.checks.tables import (
     TABLE_BYTES,
     WORD_BYTES,
     generation_of,

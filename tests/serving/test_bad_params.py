@@ -14,7 +14,7 @@ import pytest
 from kvpatch.tools.verify.engine import Engine
 from kvpatch.tools.verify.handoff import Completion, complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, build_setups
 from tests.bad_params import bad_params
 

@@ -15,7 +15,7 @@ import pytest
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine
 from kvpatch.tools.verify.handoff import Request, decode, prefill
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, build_setups
 
 if TYPE_CHECKING:

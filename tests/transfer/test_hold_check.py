@@ -13,15 +13,15 @@ from nixl._bindings import nixlBackendError
 
 from kvpatch.checks.holds import hold_check as check_module
 from kvpatch.checks.holds.hold_check import HoldCheck
-from kvpatch.checks.holds.hold_table import (
+from kvpatch.checks.tables import (
     _LANDINGS,
     _SLOTS,
     MOST_MISSED,
+    PAUSE_SECONDS,
     WORD_BYTES,
     HoldTable,
     generation_of,
 )
-from kvpatch.checks.tables import PAUSE_SECONDS
 from kvpatch.core.errors import NoAnswer
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent

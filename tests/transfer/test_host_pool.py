@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.host_buffer import block_copies, host_memory, host_pool
+from kvpatch.host_buffer import block_copies, host_pool
 from kvpatch.host_buffer.host_pool import HostPool, block_bytes, mirror_bytes
 from tests.storageless import StoragelessStandIn
 
@@ -502,17 +502,17 @@ def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch)
 def test_free_memory_is_what_the_host_and_the_container_have(tmp_path):
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
     cgroup.mkdir()
-    assert host_memory.free_host_bytes(meminfo, cgroup) is None
+    assert host_pool.free_host_bytes(meminfo, cgroup) is None
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 1000 kB\n")
-    assert host_memory.free_host_bytes(meminfo, cgroup) == 1000 * 1024
+    assert host_pool.free_host_bytes(meminfo, cgroup) == 1000 * 1024
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("900000\n")
-    assert host_memory.free_host_bytes(meminfo, cgroup) == 1000 * 1024
+    assert host_pool.free_host_bytes(meminfo, cgroup) == 1000 * 1024
     (cgroup / "memory.max").write_text("1000000\n")
-    assert host_memory.free_host_bytes(meminfo, cgroup) == 100_000
+    assert host_pool.free_host_bytes(meminfo, cgroup) == 100_000
     (cgroup / "memory.stat").write_text("anon 5\ninactive_file 50000\n")
-    assert host_memory.free_host_bytes(meminfo, cgroup) == 150_000
-    assert host_memory.free_host_bytes() > 0
+    assert host_pool.free_host_bytes(meminfo, cgroup) == 150_000
+    assert host_pool.free_host_bytes() > 0
 
 
 def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
@@ -634,7 +634,7 @@ def test_a_host_that_cannot_pin_leaves_no_error_to_torch(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: Launched)
 
-    found = host_memory.host_bytes(64, device, device)
+    found = host_pool.host_bytes(64, device, device)
 
     Launched.add_(1)  # the launch that comes next
     assert found.tolist() == [0] * 64

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvpatch.checks.digests import digest_check as read_module
-from kvpatch.checks.digests import digest_maker as maker_module
-from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead
-from kvpatch.checks.digests.digest_maker import DigestMaker, Order
+from kvpatch.checks.digests import worker_digests as maker_module
+from kvpatch.checks.digests.digest_check import DigestCheck, DigestCounts, DigestRead, LoadProof
 from kvpatch.checks.digests.digest_table import (
     _LANDINGS,
     _RING_BYTES,
@@ -22,10 +21,9 @@ from kvpatch.checks.digests.digest_table import (
     MOST_BYTES,
     DigestTable,
 )
-from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
-from kvpatch.checks.holds.hold_table import generation_of
-from kvpatch.checks.tables import PAUSE_SECONDS
+from kvpatch.checks.digests.worker_digests import DigestMaker, Order
+from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.catalogue import Proof
 

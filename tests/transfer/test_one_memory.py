@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segments import Segments
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer import one_memory as one_memory_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.one_memory import one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
@@ -164,4 +164,7 @@ def test_a_device_whose_memory_torch_does_not_take(
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
 
-    assert one_memory_module._on_device(1 << 40, 8, torch.device("cpu")) is None
+    storage = SimpleNamespace(data_ptr=lambda: 1 << 40, nbytes=lambda: 8)
+    tensor = SimpleNamespace(device=torch.device("cuda"), untyped_storage=lambda: storage)
+
+    assert one_memory([tensor]) is None  # type: ignore[list-item]

@@ -82,7 +82,7 @@ class FakeStreams:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     found = FakeStreams()
-    monkeypatch.setattr(caches_module, "side_streams", lambda device: found)
+    monkeypatch.setattr(caches_module, "streams_of", lambda device: found)
 
     def later(real: Callable[..., None], *of: Any) -> None:
         found.current_stream(None).add(lambda: real(*of))

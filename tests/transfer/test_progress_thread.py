@@ -71,7 +71,7 @@ def make(world: World, request: pytest.FixtureRequest) -> Iterator[Callable[[int
 
 def threads_of_ours() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name in ("kvpatch-reads", "kvpatch-copies")]
+    return [name for name in names if name.startswith(("kvpatch-reads", "kvpatch-copies"))]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

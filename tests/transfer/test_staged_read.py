@@ -121,7 +121,7 @@ class _LateWriter(wrapt.ObjectProxy):
 
 
 def test_what_a_failed_transfer_writes_late_reaches_no_other_read(world, caplog):
-    pool, agent = world.pool(8 * 4096), _LateWriter(world.decode, failing=2)
+    pool, agent = world.pool(8 * 4096), _LateWriter(world.decode, failing=1)
     read, other = world.read(pool, agent), world.read(pool, agent)
     read.start()
     assert finish(read) == ["ERR"]
@@ -203,7 +203,7 @@ def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):
 def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(world, monkeypatch):
     monkeypatch.setattr(staging_pool, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
-    agent = _LateWriter(world.decode, failing=2)
+    agent = _LateWriter(world.decode, failing=1)
     read = world.read(pool, agent)
     read.start()
     read.release()
@@ -216,13 +216,24 @@ def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(worl
     assert pool.take(asking, "other", 3 * 4096) is not None
 
 
+class _Slow(wrapt.ObjectProxy):
+    """A real agent whose transfers are said to go on until they are said to be over."""
+
+    is_over = False
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return str(self.__wrapped__.check_xfer_state(handle)) if self.is_over else "PROC"
+
+
 def test_a_read_that_is_dropped_gives_its_space_back(world):
     pool = world.pool(3 * 4096)
-    read = world.read(pool)
+    agent = _Slow(world.decode)
+    read = world.read(pool, agent)
     read.start()
     assert pool.taken_bytes
     del read
     gc.collect()
+    agent.is_over = True
     other = world.read(pool)
     other.start()
     assert finish(other) == ["DONE"]

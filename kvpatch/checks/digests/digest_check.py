@@ -1,13 +1,15 @@
-"""Fetches the digests that a rank of P has made, and compares what a read has brought with them."""
+"""Fetches the digests of a rank of P, compares what was read with them, and counts loads."""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import Any
 
 from kvpatch.checks.digests.digest_table import ENTRY_BYTES, DigestTable, Entry, entry_address
@@ -23,7 +25,6 @@ from kvpatch.checks.digests.digests import (
     read,
     within,
 )
-from kvpatch.checks.digests.load_proof import LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.checks.tables import PAUSE_SECONDS, Patience, TableRead
 from kvpatch.core.errors import KvpatchError, NoDigest
@@ -33,6 +34,115 @@ from kvpatch.observe.catalogue import CheckResult, Proof
 from kvpatch.transfer.nixl import errors_of
 
 _LOG = logging.getLogger("kvpatch.digests")
+
+
+@dataclass(eq=False)
+class DigestCounts:
+    """Of one worker, since it began; loads that failed for other reasons are not among them.
+
+    Attributes:
+        loads: that are what P held, in all of their tokens, or in all of the sample that is asked
+            for; in those tokens that could be compared; that were not, and have failed; and that
+            no digest says anything of, or nothing of some layer.
+        tell: told of each, by whatever thread; of an alarm with the layer that it is told by.
+        doubted: peers that owed a digest and did not give it; of each one is told once.
+    """
+
+    loads: Counter[Proof] = field(default_factory=Counter)
+    tell: Callable[[Proof, str], None] | None = None
+    doubted: set[str] = field(default_factory=set)
+    #: Loads end on the reads' thread and on the engine's, each under a lock of its own.
+    _lock: RLock = field(default_factory=RLock, repr=False)
+
+    def count(self, proof: Proof, layer: str = "") -> None:
+        """Books a load.
+
+        Args:
+            layer: of an alarm.
+        """
+        with self._lock:
+            self.loads[proof] += 1
+        if self.tell is not None:
+            self.tell(proof, layer)
+
+    def doubt(self, agent: str, why: object) -> None:
+        """Logs why a load is not checked: the first of a peer's so that it is seen."""
+        level = logging.DEBUG if agent in self.doubted else logging.WARNING
+        self.doubted.add(agent)
+        _LOG.log(level, "a load is not checked by its digest: %s", why)
+
+
+class LoadProof:
+    """Of one load, which is read from one rank or several.
+
+    Args:
+        counts: the worker's.
+        request_id: as it is logged.
+    """
+
+    def __init__(self, counts: DigestCounts, request_id: str) -> None:
+        self.counts = counts
+        self.request_id = request_id
+        self._open = 0
+        self._is_sealed = self._is_counted = False
+        #: The engine's thread has all reads booked, and the reads' thread ends them. What is
+        #: collected while one of them is inside may be another read of the load, which ends there.
+        self._lock = RLock()
+        #: Of each read that has ended: how well it was checked; None where it has failed.
+        self._ended: list[Proof | None] = []
+
+    def begin(self) -> None:
+        with self._lock:
+            self._open += 1
+
+    def seal(self, *, is_read: bool) -> None:
+        """Books that all its reads have been booked.
+
+        Args:
+            is_read: whether it is read at all, by whomever.
+        """
+        with self._lock:
+            self._is_sealed = True
+            if is_read and not (self._open or self._ended):
+                self.counts.count(Proof.UNCHECKED)
+            self._count()
+
+    def end(self, found: Proof | None) -> None:
+        """Books how one ended.
+
+        Args:
+            found: None of a read that has failed, or was given up.
+        """
+        with self._lock:
+            self._open -= 1
+            self._ended.append(found)
+            self._count()
+
+    def leave(self, found: Proof | None) -> None:
+        """Books a read that nothing checks: as :meth:`begin` and :meth:`end`."""
+        self.begin()
+        self.end(found)
+
+    def alarm(self, layer: str) -> None:
+        """Books wrong bytes, and nothing else of the load.
+
+        Args:
+            layer: that has some.
+        """
+        with self._lock:
+            self._open -= 1
+            is_first, self._is_counted = not self._is_counted, True
+            if is_first:
+                self.counts.count(Proof.ALARM, layer)
+
+    def _count(self) -> None:
+        is_over = self._is_sealed and self._ended and not self._open
+        if self._is_counted or not is_over or None in self._ended:
+            return
+        self._is_counted = True
+        worst = (Proof.UNCHECKED, Proof.PARTLY, Proof.CHECKED)
+        self.counts.count(next(found for found in worst if found in self._ended))
+
 
 #: P makes digests in a step after it has answered, and in a thread. Polls of each of: P has not
 #: written them, what is on its way does not come, there is no place for it to land.
@@ -279,7 +389,9 @@ class DigestCheck:
         if self._is_sample and not part.is_sample and loaded:
             end_token = part.digests.ranges[-1][1]
             drawn = extents_of(0, end_token, part.range_tokens, seed, is_sample=True)
-            loaded = tuple(one for run in drawn for one in loaded if _is_in(one, run))
+            loaded = tuple(
+                one for run in drawn for one in loaded if run[0] <= one[0] and one[1] <= run[1]
+            )
         return joined(loaded)
 
     def _alarm(self, found: Comparison) -> None:
@@ -300,10 +412,6 @@ class DigestCheck:
 def seed_of(generation: int) -> bytes:
     """The seed of a request's digests, which both sides know by the word of P's hold."""
     return f"{generation:x}".encode()
-
-
-def _is_in(one: Extent, run: Extent) -> bool:
-    return run[0] <= one[0] and one[1] <= run[1]
 
 
 def _place_in_model(layer: str) -> tuple[list[int], str]:

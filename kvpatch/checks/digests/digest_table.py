@@ -12,8 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvpatch.checks.holds.hold_table import is_still_to_come
-from kvpatch.checks.tables import WORD_BYTES, PeerTable
+from kvpatch.checks.tables import WORD_BYTES, PeerTable, is_still_to_come
 
 #: Of one request's digests on one rank; with larger ranges of tokens any request's have room.
 MOST_BYTES = 256 * 1024

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvpatch.checks.holds.hold_table import generation_of
+from kvpatch.checks.tables import generation_of
 from kvpatch.core.errors import AS_ANSWERED, NoDigest, ReadRefused
 from kvpatch.core.text import shown
 from kvpatch.load.read_request import DIGEST, HOLD

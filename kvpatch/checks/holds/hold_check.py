@@ -10,8 +10,16 @@ from math import inf
 from typing import Any
 
 from kvpatch.checks.holds.grants import Hold, read_hold
-from kvpatch.checks.holds.hold_table import MOST_MISSED, HoldTable, is_still_to_come, word_address
-from kvpatch.checks.tables import PAUSE_SECONDS, WORD_BYTES, Patience, TableRead
+from kvpatch.checks.tables import (
+    MOST_MISSED,
+    PAUSE_SECONDS,
+    WORD_BYTES,
+    HoldTable,
+    Patience,
+    TableRead,
+    is_still_to_come,
+    word_address,
+)
 from kvpatch.core.errors import NoAnswer, ReadRefused
 from kvpatch.load.prepared_transfers import RankRead, RequestContext
 from kvpatch.load.read_request import HOLD, ReadRequest

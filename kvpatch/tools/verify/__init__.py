@@ -8,10 +8,9 @@ The parts, in the order in which a run uses them:
 ``engine``       one server process, started, awaited and stopped
 ``handoff``      what a proxy does between a prefill and a decode engine
 ``probe``        runs inside the engine's worker: reads the cache of each request
-``observe``      one set-up's engines, started together, and all prompts through them
 ``compare``      digests of caches that do not depend on their layout, and what differs
 ``report``       table and JSON lines
-``run``          all of the above
+``run``          each set-up's engines, started together and asked all prompts
 
 Nothing here patches vLLM: the probe is brought in by vLLM's own ``--worker-extension-cls``, so a
 stock engine is observed in the same way as one with kvpatch.
