@@ -1,4 +1,4 @@
-"""Whose blocks a handle of prepared descriptors stands for, and who is told of a read."""
+"""The handles of descriptors that the release has prepared: whose blocks they stand for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
@@ -17,10 +17,6 @@ from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.worker.local_geometry import LocalGeometry
-
-if TYPE_CHECKING:
-    from kvpatch.peer.agent_metadata import AgentMetadata
-    from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
 #: allowed, and so many times as many as this worker has of its own.

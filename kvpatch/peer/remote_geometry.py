@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -48,12 +47,8 @@ from kvpatch.peer.cross_layer_form import (
     packed_digest,
     places_digest,
 )
-from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
-
-if TYPE_CHECKING:
-    from kvpatch.peer.agent_metadata import AgentMetadata
-    from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:

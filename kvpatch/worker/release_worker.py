@@ -184,9 +184,7 @@ class ReleaseWorker:
         """The cache groups of these layers; one <= 0.17."""
         if not self.facts.has_cache_groups:
             return (Group(frozenset(layers), window_tokens=0),)
-        worker = self.worker
-        is_clipped = bool(worker._is_hma_required)
-        return planned_groups(worker.kv_cache_config, self.facts, layers, is_clipped=is_clipped)
+        return planned_groups(self.worker.kv_cache_config, self.facts, layers)
 
     def is_readable(self, layer: str, cache: Any) -> bool:
         """True if a layer's tensor is an attention cache in blocks.
