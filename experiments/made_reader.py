@@ -13,9 +13,8 @@ from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.load.chosen_ways import Progress
 from kvpatch.load.heterogeneous_reads import HeterogeneousReads
-from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Destination, Reader
+from kvpatch.load.reader import Destination, Reader, Reading, RequestContext
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.own_read import OwnRead

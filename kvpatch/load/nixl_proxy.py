@@ -8,8 +8,7 @@ from time import monotonic
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
-from kvpatch.load.prepared_transfers import RequestContext
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.transfer_handles import (
     agents_beside,
     heterogeneous_engine_of,

@@ -17,9 +17,8 @@ from kvpatch.core.errors import (
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
-from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Reader, Reading, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
 from kvpatch.load.smaller_blocks import smaller_blocks
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group

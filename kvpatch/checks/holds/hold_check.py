@@ -13,8 +13,8 @@ from kvpatch.checks.holds.grants import Hold, read_hold
 from kvpatch.checks.holds.hold_table import MOST_MISSED, HoldTable, is_still_to_come, word_address
 from kvpatch.checks.tables import PAUSE_SECONDS, WORD_BYTES, Patience, TableRead
 from kvpatch.core.errors import NoAnswer, ReadRefused
-from kvpatch.load.prepared_transfers import RankRead, RequestContext
 from kvpatch.load.read_request import HOLD, ReadRequest
+from kvpatch.load.reader import RankRead, RequestContext
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
