@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ref
 
 from kvpatch.core import seams
-from kvpatch.core.errors import KvpatchError, NoAnswer
+from kvpatch.core.errors import KvpatchError, PeerRefused
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.read_request import groups
@@ -31,7 +31,7 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
         question: what the release itself asks; the answer is thrown away.
 
     Raises:
-        NoAnswer: nothing came within `seconds`.
+        PeerRefused: nothing came within `seconds`.
         PeerRefused: the peer has another side channel key, or none.
     """
     import zmq
@@ -39,7 +39,7 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
     with side_channel_socket(zmq.REQ, address) as socket:
         socket.send(question)  # queued where nobody is connected
         if not socket.poll(round(seconds * 1000), zmq.POLLIN):
-            raise NoAnswer(
+            raise PeerRefused(
                 f"the prefill engine's handshake listener at {address} did not answer within "
                 f"{seconds:g} s",
                 "see whether that engine is alive, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and "

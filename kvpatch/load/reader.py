@@ -21,13 +21,12 @@ from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
 if TYPE_CHECKING:
     import torch
 
-    from kvpatch.core.errors import KvpatchError
     from kvpatch.geometry.plane_heads import HeadName
     from kvpatch.load.read_request import ReadRequest
     from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.caches import Caches
-    from kvpatch.transfer.lifetime import Check, Lease
+    from kvpatch.transfer.lifetime import Check
     from kvpatch.transfer.own_read import Fate, OwnRead
     from kvpatch.transfer.progress_thread import ProgressThread
     from kvpatch.transfer.staging_pool import StagingPool

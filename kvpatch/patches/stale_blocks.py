@@ -156,10 +156,10 @@ def _answer(connector: Any, request: Any, block_ids: Any) -> Callable[[Any], Any
 
 # --- a load that a check has failed is computed ------------------------------------
 #
-# This holds whatever ``kv_load_failure_policy`` says, which is there for transfers that failed. Names
-# of requests travel among the ids of blocks that could not be loaded, a set that executors hand on
-# and join. The scheduler takes them out before the release looks, and does what that does to
-# compute a load again (``_handle_failed_recving``).
+# This holds whatever ``kv_load_failure_policy`` says, which is there for transfers that failed.
+# Names of requests travel among the ids of blocks that could not be loaded, a set that executors
+# hand on and join. The scheduler takes them out before the release looks, and does what that does
+# to compute a load again (``_handle_failed_recving``).
 
 
 def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
