@@ -743,13 +743,10 @@ def listed(version: str) -> ReleaseFacts | None:
 
 
 def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
-    """The facts of a release of which nothing but the version is known.
+    """Returns the facts of a release of which nothing but the version is known.
 
     Args:
         override: the release or generation to take another one for.
-
-    Raises:
-        ReleaseNotKnown: the release is not in the table, and there is no override.
     """
     found = listed(version)
     if found is not None:
@@ -765,11 +762,7 @@ def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
 
 
 def facts_named(name: str) -> ReleaseFacts:
-    """The facts that ``KVPATCH_GENERATION`` names: a release's, or a generation's newest ones.
-
-    Raises:
-        ReleaseNotKnown: there is none of that name.
-    """
+    """Returns the facts that ``KVPATCH_GENERATION`` names: of a release, or a generation's newest."""
     if name in FACTS:
         return FACTS[name]
     if name in GENERATIONS:

@@ -24,15 +24,9 @@ ANSWER_SECONDS = 5.0
 
 
 def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECONDS) -> None:
-    """Asks a peer's handshake listener once, on a socket of its own.
+    """Asks a peer's handshake listener once, on a socket of its own, or refuses a silent peer.
 
-    Args:
-        address: ``tcp://host:port``.
-        question: what the release itself asks; the answer is thrown away.
-
-    Raises:
-        PeerRefused: nothing came within `seconds`.
-        PeerRefused: the peer has another side channel key, or none.
+    The question is what the release itself asks; the answer is thrown away.
     """
     import zmq
 
@@ -111,11 +105,7 @@ class FailedGroupLoads:
         self._failed.add(request_id)
 
     def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
-        """Returns what of `received` the scheduler may be told.
-
-        Args:
-            loading: the block ids of every request whose load had not ended before.
-        """
+        """Returns what of `received` the scheduler may be told; `loading` has all loads' blocks."""
         failed = received & self._failed
         self._failed -= failed
         for request_id in failed:

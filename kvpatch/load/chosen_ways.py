@@ -75,9 +75,6 @@ class ChosenWays:
 
         It waits for a peer to be read from, and measures on the thread of the reads while there are
         none.
-
-        Args:
-            memory: what NIXL calls that of the caches.
         """
         is_needed = self._mode == "auto" and self._is_host and self.probe is None
         if is_needed and self._progress is not None:

@@ -78,14 +78,7 @@ class PromptLoads:
         return True
 
     def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int:
-        """Returns how many tokens a request loads.
-
-        Args:
-            scheduler: the connector's scheduler half.
-            request: vLLM's own.
-            computed: tokens that D has already.
-            count: tokens that the release would load behind them.
-        """
+        """Returns how many of `count` tokens behind the `computed` ones a request loads."""
         state, params = scheduler_state(scheduler), request.kv_transfer_params
         planned = state.of(PlannedLoads)
         if request not in planned:

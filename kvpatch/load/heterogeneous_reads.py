@@ -166,13 +166,7 @@ class HeterogeneousReads:
     def _read(
         self, nixl: Any, ends: Ends, notification: bytes, lifetime: Lifetime, wanted: Wanted
     ) -> OwnRead:
-        """Makes a read that is not started.
-
-        Args:
-            nixl: the engine's agent.
-            notification: what the peer is told after the last byte.
-            lifetime: of the peer's blocks.
-        """
+        """Makes a read that is not started, of which the peer is notified after the last byte."""
         reading, progress, split = self._reader.being_read(), self._progress, wanted.split
         is_paced = progress is not None
         chunks = plan_chunks(split.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))

@@ -39,11 +39,9 @@ def registration_step(
     """Returns a patch's part in the call; which part that is its slug says.
 
     Args:
-        part: watches a worker's loads (``failed_loads``), adds to answers that begin as the worker
-            registers
-            (``unlike_engines`` ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or
-            makes the
-            buffer and returns its tensors (``host_buffer``).
+        part: watches a worker's loads (``failed_loads``), adds to answers (``unlike_engines``
+            ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or makes the buffer
+            and returns its tensors (``host_buffer``).
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 

@@ -212,9 +212,6 @@ def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[st
 
     What P does not say is what our release takes for nothing said, or our own side's. P's own words
     decide what becomes of the peer.
-
-    Args:
-        backend: ours.
     """
     stated = statement.fields
     found = {name: stated[name] for name in own.agent_metadata & stated.keys()}

@@ -157,11 +157,7 @@ class LocalGeometry:
 def local_geometry_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
 ) -> LocalGeometry:
-    """Returns what a worker has registered, which keeps it under other names in other releases.
-
-    Args:
-        layers: as the release was shown them.
-    """
+    """Returns what a worker has registered of `layers`, as the release was shown them."""
     worker, facts = release.worker, release.facts
     inner_layout = layout_shown_by(layers) or "HND"  # the same bytes, where nothing tells
     layout = release.stated_layout or inner_layout

@@ -29,13 +29,10 @@ class _Region:
 
 @contextmanager
 def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> Iterator[None]:
-    """Refuses a registration, while inside, that computes other places than its blocks have.
+    """Refuses a registration, while inside, that computes other places than blocks have.
 
     It does so before a transfer is prepared: NIXL's handles of a worker that was never made outlive
     their agent, and end the process without a word.
-
-    Args:
-        layers: what the worker is handed, read.
     """
     check = partial(_refuse_other_strides, release, layers)
     checked = _CheckedFirst(release.worker.nixl_wrapper, check)

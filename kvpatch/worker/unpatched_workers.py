@@ -30,11 +30,7 @@ def is_applied(slug: str) -> bool:
 
 
 def require(slug: str) -> None:
-    """Called where such an object is unpickled.
-
-    Raises:
-        PatchRefused: this process has not applied that patch.
-    """
+    """Refuses to unpickle such an object where this process has not applied that patch."""
     if not is_applied(slug):
         raise PatchRefused(
             f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this "
