@@ -762,7 +762,7 @@ def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
 
 
 def facts_named(name: str) -> ReleaseFacts:
-    """Returns the facts that ``KVPATCH_GENERATION`` names: of a release, or a generation's newest."""
+    """Returns the facts that ``KVPATCH_GENERATION`` names: a release's, or a generation's."""
     if name in FACTS:
         return FACTS[name]
     if name in GENERATIONS:
