@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
@@ -105,7 +106,8 @@ def preparing(
 
     def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
         request = ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),), waited=0.0)
-        with reader.request(RequestContext("request", _P, reading=Reading(peer, request))):
+        context = RequestContext("request", _P, reading=Reading(peer, request))
+        with replaced(reader, context=context):
             nixl: Any = progress.agent
             return reads.prepare(nixl, 0, b"read")
 

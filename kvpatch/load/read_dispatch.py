@@ -14,6 +14,7 @@ from kvpatch.core.errors import (
     UnexpectedRead,
     UnlikePrompts,
 )
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
@@ -54,7 +55,7 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 context.check = partial(
                     refuse_unmapped, state.held(MappedPages), reader.groups, request, parts
                 )
-            inside.enter_context(reader.request(context))
+            inside.enter_context(replaced(reader, context=context))
         if smaller is not None:
             from kvpatch.load.smaller_blocks_pairing import Pairing, paired
 

@@ -274,15 +274,6 @@ class Reader:
         return self.is_for_all or self.ours.misreads_blocks
 
     @contextmanager
-    def request(self, context: RequestContext) -> Iterator[None]:
-        """While inside, transfers that the release prepares are what a context makes of them."""
-        self.context = context
-        try:
-            yield
-        finally:
-            self.context = None
-
-    @contextmanager
     def refusals(self) -> Iterator[None]:
         """While inside, what is refused is booked, of a request that reads many ranks once."""
         try:

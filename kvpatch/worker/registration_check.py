@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.worker.registered_caches import LayerCache
@@ -36,7 +36,7 @@ def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) ->
     """
     check = partial(_refuse_other_strides, release, layers)
     checked = _CheckedFirst(release.worker.nixl_wrapper, check)
-    with release.speaking_through(checked):
+    with replaced(release.worker, nixl_wrapper=checked):
         yield
     checked.check()
 

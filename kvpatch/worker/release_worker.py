@@ -8,8 +8,7 @@ logical shape that is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,16 +98,6 @@ class ReleaseWorker:
         worker, is_named = self.worker, self.facts.has_host_buffer_layout
         is_permuted = is_named and worker.host_buffer_kv_cache_layout != worker.kv_cache_layout
         return "HND" if is_permuted else "NHD"
-
-    @contextmanager
-    def speaking_through(self, agent: Any) -> Iterator[None]:
-        """While inside, it has this one in place of its own NIXL agent."""
-        own = self.worker.nixl_wrapper
-        self.worker.nixl_wrapper = agent
-        try:
-            yield
-        finally:
-            self.worker.nixl_wrapper = own
 
     # --- the regions, once it has registered ------------------------------------
 
