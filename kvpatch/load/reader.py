@@ -1,7 +1,8 @@
 """What one worker knows of its reads, whoever makes them, and the checks of those of vLLM's own.
 
 vLLM reads from peers like this engine itself. What reads from all others is made when the first of
-them shakes hands (``heterogeneous_reads``), and not imported before.
+them shakes hands (``heterogeneous_reads``), and not imported before. Patches hand in what makes the
+checks of a load, so that what is off is not imported either.
 """
 
 from __future__ import annotations

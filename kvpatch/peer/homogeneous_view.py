@@ -161,6 +161,13 @@ def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractCont
     return replaced(worker, kv_cache_layout=layout) if facts.states_layout else nullcontext()
 
 
+# --- more ranks than KV heads, where P and D have different numbers of ranks -----------------
+#
+# Some ranks then hold a head that their neighbours hold too. Releases refuse most such pairs by an
+# assertion. Reads of kvpatch are planned by heads. So the release is told that each rank has heads
+# of its own, and prepares and books such a peer.
+
+
 def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """True if the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:

@@ -392,6 +392,10 @@ def _check_size(peer: AgentMetadata, form: CrossLayerForm, size_bytes: int) -> N
 
 
 # --- split K/V ------------------------------------------------------------------------
+#
+# In releases <= 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23
+# on; kvcached keeps the two apart. A handshake names neither, and states regions and bytes: a cache
+# whose keys and values are split has twice the regions, of half a block each.
 
 
 #: kvcached's pages are a multiple of this; its tensors end with the last whole page.
@@ -399,7 +403,7 @@ PAGE_BYTES = 2 << 20
 
 
 def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
-    """Returns how a worker has registered them, whose backend's own blocks hold both."""
+    """Returns how a worker has registered keys and values that its backend's blocks hold both."""
     found = {
         sum(plane.address in ours.addresses for plane in layer.planes)
         for layer in ours.layers.values()

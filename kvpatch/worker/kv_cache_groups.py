@@ -169,6 +169,8 @@ def _specs_of_layers(spec: Any) -> Mapping[str, Any] | None:
     return found  # UniformTypeKVCacheSpecs alone has them
 
 
+# --- slots that an engine reserves behind a prompt for drafted tokens ------------------------
+
 #: Ways to speculate that reserve no slots.
 _WITHOUT_SLOTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 

@@ -264,6 +264,12 @@ def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCa
         release.worker.kv_cache_layout = found
 
 
+# --- HND or NHD, as a release lays out caches for its own backends -------------------------
+#
+# Backends without an order of their own (Triton <= 0.17, FlexAttention, ROCm's) have NHD on every
+# engine, while the connector asks for HND and states it (0.10.1 to 0.28).
+
+
 #: On releases <= 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
 _AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
 
