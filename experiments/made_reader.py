@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.load.chosen_ways import Progress
 from kvpatch.load.heterogeneous_reads import HeterogeneousReads
-from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Destination, Reader
+from kvpatch.load.reader import Destination, Reader, Reading, RequestContext
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.own_read import OwnRead
@@ -106,7 +106,8 @@ def preparing(
 
     def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
         request = ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),), waited=0.0)
-        with reader.request(RequestContext("request", _P, reading=Reading(peer, request))):
+        context = RequestContext("request", _P, reading=Reading(peer, request))
+        with replaced(reader, context=context):
             nixl: Any = progress.agent
             return reads.prepare(nixl, 0, b"read")
 

@@ -70,11 +70,11 @@ class SiteDrifted(Fault):
 
 
 class PatchRefused(Mistake):
-    """Raised by the tripwire, where a connector would otherwise run half-patched."""
+    """A connector that would run half-patched, or a process without a patch that it needs."""
 
 
 class RegistrationRefused(Mistake):
-    """KV caches that cannot be registered without risking wrong bytes."""
+    """KV caches, or a host buffer, that cannot be registered without risking wrong bytes."""
 
 
 class UnexpectedCaches(Fault):
@@ -116,10 +116,6 @@ class NothingToRead(Fault):
     """A read of no bytes, which NIXL has no transfer for."""
 
 
-class HostBufferRefused(Mistake):
-    """A host buffer that cannot be, or a device that cannot do without one."""
-
-
 class NeverFits(Mistake):
     """A request with more blocks than the pool has."""
 
@@ -141,16 +137,8 @@ class NotReserved(Fault):
     """More blocks saved for a request than host blocks were reserved for it."""
 
 
-class NotPatchedHere(Mistake):
-    """A process without kvpatch was handed what only kvpatch can act on."""
-
-
 class BadOptions(Mistake):
-    """Options that no run can be made of."""
-
-
-class CannotPlan(Mistake):
-    """A pair of engines of which nobody can say from arguments alone what becomes of it."""
+    """Options of which no run, and no plan of a pair of engines, can be made."""
 
 
 class IncompleteCache(Fault):
@@ -181,12 +169,8 @@ class UnlikePrompts(ReadRefused):
     """A request whose prompt is not the one that P holds: D computes it."""
 
 
-class NoAnswer(FromOutside):
-    """A peer that says nothing: it is dead, hangs, or is not where P said."""
-
-
 class PeerRefused(FromOutside):
-    """A peer whose cache cannot be read; a handshake puts both geometries before the reason."""
+    """A peer that is silent, or whose cache cannot be read: then with both geometries."""
 
 
 class ParamsRefused(FromOutside, ValueError):

@@ -49,11 +49,7 @@ def installed_vllm() -> InstalledVllm:
 
 
 def vllm_in(root: Path | ZipPath) -> InstalledVllm | None:
-    """The distribution whose metadata lies in a folder or a wheel; None where none does.
-
-    Raises:
-        ReleaseNotKnown: there are several.
-    """
+    """Returns the distribution whose metadata lies in a folder or a wheel; None where none does."""
     # Reading the metadata of every distribution takes longer than all the rest of
     # enable(); one that provides vLLM has always had it in its name.
     named = [p for p in root.iterdir() if "vllm" in p.name and p.name.endswith(".dist-info")]
@@ -81,11 +77,7 @@ def installed_build() -> Build:
 
 
 def installed_facts() -> ReleaseFacts:
-    """The facts of the release that the installed vLLM is taken for.
-
-    Raises:
-        ReleaseNotKnown: it is none of kvpatch's releases.
-    """
+    """Returns the facts of the release that the installed vLLM is taken for."""
     override = settings.generation_override()
     return facts_named(override) if override else installed_build().facts
 

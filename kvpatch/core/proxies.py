@@ -1,7 +1,9 @@
-"""The base of objects that stand in for vLLM's or NIXL's, the same with every wrapt."""
+"""Stand-ins for objects of vLLM's and NIXL's: their base, the same with every wrapt, and a swap."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import wrapt
@@ -21,3 +23,23 @@ class AgentProxy(ObjectProxy):
     """
 
     __getattribute__ = object.__getattribute__
+
+
+_MISSING: Any = object()
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """While inside, these attributes of an object have other values."""
+    held = vars(owner)
+    before = {name: held.get(name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

@@ -48,11 +48,7 @@ class Known(NamedTuple):
 
 
 def recognise(source: Source, version: str) -> Build:
-    """Finds the newest release that the code is of, or else the nearest one.
-
-    Raises:
-        ReleaseNotKnown: what all patches lean on is no release's.
-    """
+    """Finds the newest release that the code is of, or else the nearest one."""
     releases = [FACTS[release] for release in reversed(RELEASES)]
     for facts in releases:
         if not any(True for _ in _moved(source, facts)):

@@ -174,8 +174,6 @@ class ReleaseFacts:
     keeps_aborted_blocks: bool = True
     #: P's ids are expanded to kernel blocks before a request is read.
     expands_remote_blocks: bool = False
-    #: it expands them to as many kernel blocks as one of its own blocks has.
-    expands_by_own_cut: bool = False
     #: the connector is handed the plan, which has groups of layers.
     has_cache_groups: bool = False
     #: the scheduler looks at a step's tokens where loads failed.
@@ -212,10 +210,6 @@ class ReleaseFacts:
     joins_in_groups: bool = False
     #: of a P of more ranks all are read for their states, where latents are whole on each.
     reads_states_by_latents: bool = False
-    #: as "device: buffer", what a worker's ``kv_buffer_device`` may be.
-    buffer_devices: frozenset[str] = frozenset(("cuda: cuda",))
-    #: an engine that is not told has its device's own.
-    buffer_follows_device: bool = False
     #: of the handshakes, where nobody says another.
     side_channel_port: int = 5557
     #: that P keeps a prompt for a D that is not heard of, or whose lease is not renewed.
@@ -229,8 +223,6 @@ class ReleaseFacts:
     stats: Place | None = None
     #: the scheduler's half of the connector is asked too, in each step.
     asks_scheduler_for_stats: bool = False
-    #: the API server knows the size of blocks where nobody asked for one.
-    tells_chosen_block_size: bool = True
     #: the module with the API server's argument parser, where vLLM resolves a layout for the
     #: whole model; empty where it does not.
     server_arguments: str = ""
@@ -393,7 +385,6 @@ _0_10_1 = replace(
     keeps_load_metadata=True,
     checks_device_again=True,
     reserves_drafted_blocks=False,
-    buffer_devices=_0_10_0.buffer_devices | {"tpu: cpu"},
 )
 _0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
 _0_10_2 = replace(
@@ -404,7 +395,6 @@ _0_10_2 = replace(
     checks_device_again=False,
     can_answer_later=True,
     registers_shared_tensors_once=True,
-    buffer_devices=_0_10_1_1.buffer_devices | {"xpu: cpu"},
 )
 _0_11_0 = replace(
     _0_10_2,
@@ -434,7 +424,6 @@ _0_11_1 = replace(
     cuts_blocks=True,
     expands_remote_blocks=True,
     stats=Place(_ONE_MODULE, "NixlKVConnectorStats"),
-    buffer_devices=_0_11_0.buffer_devices | {"cuda: cpu", "cpu: cpu"},
     side_channel_port=5600,
     blocks_kept_seconds=480,
     question="rank",
@@ -497,13 +486,11 @@ _0_17_0 = replace(
     release="0.17.0",
     generation="g0170",
     server_request=(*_0_16_0.server_request, "reasoning_ended"),
-    buffer_devices=_0_16_0.buffer_devices | {"xpu: xpu"},
 )
 _0_17_1 = replace(_0_17_0, release="0.17.1")
 _0_18_0 = replace(
     _0_17_1,
     release="0.18.0",
-    tells_chosen_block_size=False,
     generation="g0180",
     hash_factors=_0_17_1.hash_factors | {"is_hma_enabled"},
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
@@ -511,7 +498,6 @@ _0_18_0 = replace(
     lists_block_sizes=False,
     counts_loaded_slots=False,
     has_cache_groups=True,
-    buffer_follows_device=True,
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
 _0_19_0 = replace(
@@ -539,7 +525,6 @@ _0_20_0 = replace(
     has_channels_first=True,
     counts_prefix_hits=True,
     expands_remote_blocks=False,
-    expands_by_own_cut=True,
     counts_one_head=False,
 )
 _0_20_1 = replace(
@@ -565,7 +550,6 @@ _0_22_0 = replace(
     release="0.22.0",
     generation="g0220",
     connector_version=4,
-    expands_by_own_cut=False,
     failed_loads="by the first",
     listens_by_host=True,
     grants_leases=True,
@@ -575,7 +559,6 @@ _0_22_1 = replace(_0_22_0, release="0.22.1")
 _0_23_0 = replace(
     _0_22_1,
     release="0.23.0",
-    tells_chosen_block_size=True,
     generation="g0230",
     backend_forms={
         **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), Form("blocks first")),
@@ -760,13 +743,10 @@ def listed(version: str) -> ReleaseFacts | None:
 
 
 def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
-    """The facts of a release of which nothing but the version is known.
+    """Returns the facts of a release of which nothing but the version is known.
 
     Args:
         override: the release or generation to take another one for.
-
-    Raises:
-        ReleaseNotKnown: the release is not in the table, and there is no override.
     """
     found = listed(version)
     if found is not None:
@@ -782,11 +762,7 @@ def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
 
 
 def facts_named(name: str) -> ReleaseFacts:
-    """The facts that ``KVPATCH_GENERATION`` names: a release's, or a generation's newest ones.
-
-    Raises:
-        ReleaseNotKnown: there is none of that name.
-    """
+    """Returns the facts that ``KVPATCH_GENERATION`` names: a release's, or a generation's."""
     if name in FACTS:
         return FACTS[name]
     if name in GENERATIONS:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import ReleaseFacts
 
 #: The first host block is for vLLM's null block, whose number is 0 in every table of blocks.
@@ -36,7 +36,7 @@ def is_wanted(
             the CPU's is its mirror.
 
     Raises:
-        HostBufferRefused: it is forbidden where nothing else is possible.
+        RegistrationRefused: it is forbidden where nothing else is possible.
     """
     if mode == "always":
         return True
@@ -53,7 +53,7 @@ def is_wanted(
             if asked
             else f"this vLLM registers {', '.join(sorted(memories))} with NIXL"
         )
-        raise HostBufferRefused(
+        raise RegistrationRefused(
             f"KVPATCH_HOST_BUFFER=never, and the device is {device_type} where {reason}",
             "set it to auto, or kv_buffer_device to a device whose memory can be registered",
         )
@@ -72,7 +72,7 @@ def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
     """As :func:`is_wanted`, for this process's platform.
 
     Raises:
-        HostBufferRefused: it is forbidden where it is needed, or not possible here.
+        RegistrationRefused: it is forbidden where it is needed, or not possible here.
     """
     from vllm.platforms import current_platform
 
@@ -94,12 +94,12 @@ def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
     They hold other tokens or layers than the scheduler's own count of blocks tells.
 
     Raises:
-        HostBufferRefused: there are some.
+        RegistrationRefused: there are some.
     """
     for name in (*facts.context_sizes, "pipeline_parallel_size"):
         size = getattr(parallel_config, name)
         if size > 1:
-            raise HostBufferRefused(
+            raise RegistrationRefused(
                 f"{name} is {size}, and blocks go through a host buffer where all ranks have the "
                 "same tokens and layers",
                 "use 1, or KVPATCH_HOST_BUFFER=never",
@@ -115,12 +115,12 @@ def host_blocks_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
         blocks: that the device's cache has; more would never be in use.
 
     Raises:
-        HostBufferRefused: not even one.
+        RegistrationRefused: not even one.
     """
     host_blocks = min(budget_bytes // block_bytes, blocks)
     if host_blocks <= NULL_BLOCKS:
         least = block_bytes * (NULL_BLOCKS + 1)
-        raise HostBufferRefused(
+        raise RegistrationRefused(
             f"a host buffer of {budget_bytes} bytes holds no block: one takes {block_bytes} "
             "bytes, and vLLM's null block as many",
             f"set KVPATCH_HOST_BUFFER_BYTES to {least} or more",

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from kvpatch.core import settings
-from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
+from kvpatch.core.errors import NeverFits, NotReserved, NotSaved, RegistrationRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in, is_to_be_read
@@ -113,10 +113,10 @@ class HostBufferScheduler:
         """Which host block holds which block.
 
         Raises:
-            HostBufferRefused: the engine's scheduler has not been seen.
+            RegistrationRefused: the engine's scheduler has not been seen.
         """
         if self._table is None:
-            raise HostBufferRefused(
+            raise RegistrationRefused(
                 "a request came before vLLM's own Scheduler was seen: the host buffer needs it to "
                 "know when blocks are freed",
                 "leave out --scheduler-cls, or set KVPATCH_HOST_BUFFER=never",

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import HostBufferRefused, UnexpectedCaches
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
@@ -51,10 +51,10 @@ class HostBuffer:
         """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
 
         Raises:
-            HostBufferRefused: the scheduler believes in host blocks that there are not.
+            RegistrationRefused: the scheduler believes in host blocks that there are not.
         """
         if saves.buffer_blocks > self.host_blocks:
-            raise HostBufferRefused(
+            raise RegistrationRefused(
                 f"the scheduler counts {saves.buffer_blocks} blocks in the host buffer and this "
                 f"worker has room for {self.host_blocks}: all ranks need tensors of one size",
                 "set KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine",
@@ -74,7 +74,7 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
     """Makes the buffer of a worker's caches, another one each time; returns its tensors, by layer.
 
     Raises:
-        HostBufferRefused: a cache that is not attention in blocks.
+        RegistrationRefused: a cache that is not attention in blocks.
     """
     # Recurrent state is a list of tensors <= 0.26.
     _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
@@ -127,11 +127,11 @@ def _refuse(layers: Iterable[str]) -> None:
     """Refuses layers that no host block can hold, if there are any.
 
     Raises:
-        HostBufferRefused: with their names.
+        RegistrationRefused: with their names.
     """
     names = sorted(layers)
     if names:
-        raise HostBufferRefused(
+        raise RegistrationRefused(
             f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through "
             "a host buffer",
             "use KVPATCH_HOST_BUFFER=never",

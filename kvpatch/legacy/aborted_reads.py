@@ -82,11 +82,7 @@ class AbortedReads:
         return True
 
     def report(self, worker: Any, received: Collection[str]) -> set[str]:
-        """Returns what the scheduler is to be told of.
-
-        Args:
-            received: what the release has found.
-        """
+        """Returns what the scheduler is to be told of, with what the release has found."""
         found = set(received)
         for request_id, reads in list(self._ending.items()):
             going = [read for read in reads if _is_going(read, worker.nixl_wrapper)]

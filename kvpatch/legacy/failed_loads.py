@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from queue import Empty, Queue
 from typing import Any
 from weakref import ref
 
 from kvpatch.core import seams
-from kvpatch.core.errors import KvpatchError, NoAnswer
+from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
-from kvpatch.peer.side_channel_key import side_channel_socket
+from kvpatch.peer.other_releases import Address, ask, question_for
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.worker.state import worker_state
 
-#: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
-ANSWER_SECONDS = 5.0
-
-
-def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECONDS) -> None:
-    """Asks a peer's handshake listener once, on a socket of its own.
-
-    Args:
-        address: ``tcp://host:port``.
-        question: what the release itself asks; the answer is thrown away.
-
-    Raises:
-        NoAnswer: nothing came within `seconds`.
-        PeerRefused: the peer has another side channel key, or none.
-    """
-    import zmq
-
-    with side_channel_socket(zmq.REQ, address) as socket:
-        socket.send(question)  # queued where nobody is connected
-        if not socket.poll(round(seconds * 1000), zmq.POLLIN):
-            raise NoAnswer(
-                f"the prefill engine's handshake listener at {address} did not answer within "
-                f"{seconds:g} s",
-                "see whether that engine is alive, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and "
-                "_PORT to what this host can reach",
-            )
-
-
 _LOG = logging.getLogger("kvpatch.failed_loads")
+
 
 #: The block that stands for those that slid out of a window; every request may have it.
 _NULL_BLOCK = 0
+
+
+# --- <= 0.11.0 one request cannot fail: it waits until its client gives it up ---------
 
 
 class StuckLoads:
@@ -96,39 +71,80 @@ class StuckLoads:
         return told
 
 
-class FailedGroupLoads:
-    """A worker's loads that failed, where the model has several cache groups.
+def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
+    """Books a failed load where the release can neither fail nor repeat it."""
+    loads.fail(request_id)
+    _LOG.error(
+        "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
+        "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",
+        request_id,
+        reason,
+    )
 
-    Those releases report them as received, and no block of theirs as invalid.
-    """
 
-    def __init__(self) -> None:
-        self._failed: set[str] = set()
-        self._invalid: set[int] = set()
+def _read_or_leave_waiting(
+    wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any
+) -> Any:
+    loads, engine_id = worker_state(instance).of(StuckLoads), meta.remote_engine_id
+    if engine_id not in instance._remote_agents:
+        # The release goes on after a handshake whether it failed or not.
+        leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")
+        return None
+    errors: tuple[type[Exception], ...] = (
+        KvpatchError,
+        RuntimeError,  # no memory for the staging pool
+        *errors_of(instance.nixl_wrapper),
+    )
+    try:
+        return wrapped(req_id, meta)
+    except errors as error:
+        leave_waiting(loads, req_id, error)
+        return None
 
-    def add(self, request_id: str) -> None:
-        """Books a failure; a background thread may."""
-        self._failed.add(request_id)
 
-    def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
-        """Returns what of `received` the scheduler may be told.
+def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    entries = metadata.reqs_to_recv.items()
+    # One without blocks only tells P, and nobody waits for it.
+    loading = (req_id for req_id, entry in entries if entry.local_block_ids)
+    worker_state(instance).of(StuckLoads).begin(loading)
+    return wrapped(metadata)
 
-        Args:
-            loading: the block ids of every request whose load had not ended before.
-        """
-        failed = received & self._failed
-        self._failed -= failed
-        for request_id in failed:
-            ids = {block for group in groups(loading[request_id]) for block in group}
-            self._invalid |= ids - {_NULL_BLOCK}
-            if not ids:  # P was to be told of it, and nobody waits
-                received = received - {request_id}
-        return received
 
-    def take_invalid(self) -> set[int]:
-        """The blocks of what was reported since this was asked last."""
-        taken, self._invalid = self._invalid, set()
-        return taken
+def _get_finished_and_given_up(
+    wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]
+) -> Any:
+    sent, received = wrapped(finished_req_ids)
+    loads = worker_state(instance.connector_worker).of(StuckLoads)
+    return sent, loads.report(received or (), finished_req_ids)
+
+
+def _handshake_with_the_living(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    host: str,
+    port: int,
+    remote_tp_size: int,
+    expected_engine_id: str,
+) -> Any:
+    ratio = instance._tp_size[instance.engine_id] // remote_tp_size
+    if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
+        # On a socket of kvpatch's: the release waits for ever for a P that is silent.
+        address = Address(host, int(port) + instance.tp_rank // ratio)
+        ask(address, question_for("at a port", instance.tp_rank))
+    return wrapped(host, port, remote_tp_size, expected_engine_id)
+
+
+def _pop_done_or_leave_waiting(
+    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
+) -> Any:
+    def failed(req_id: str) -> None:
+        leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
+
+    # The release makes a RuntimeError of the state ERR.
+    return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
+
+
+# --- 0.11.1 to 0.29 failed requests are reported too early, or wrongly ----------------
 
 
 class FailedRequestSet(set[str]):
@@ -225,11 +241,6 @@ def watch_failed_loads(worker: Any) -> None:
         worker._failed_recv_reqs = FailedRequestSet(own, failures)
 
 
-def has_several_groups(worker: Any) -> bool:
-    """True if a worker's layers have block tables by group, so that the release fails none."""
-    return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
-
-
 def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
     """Returns the failed requests that the scheduler waits for, and drops their metadata.
 
@@ -242,6 +253,19 @@ def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
         if metadata is None or any(groups(metadata.local_block_ids)):
             failed.add(request_id)
     return failed
+
+
+def _worker_get_finished(
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+) -> Any:
+    sent, received = wrapped(*args, **kwargs)
+    unreported = instance._failed_recv_reqs
+    if isinstance(unreported, FailedRequestSet):
+        failed = report_failed(instance, unreported)
+        for req_id in failed:
+            worker_state(instance).book.fail(req_id)
+        received = set(received) | failed
+    return sent, received
 
 
 def pop_one_by_one(
@@ -287,103 +311,6 @@ def _let_go(worker: Any, handles: Iterable[Any]) -> None:
             _LOG.warning("a transfer that broke off could not be released: %s", error)
 
 
-def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
-    """Books a failed load where the release can neither fail nor repeat it."""
-    loads.fail(request_id)
-    _LOG.error(
-        "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
-        "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",
-        request_id,
-        reason,
-    )
-
-
-def whole_requests(
-    scheduler: Any, requests: Iterable[Any], invalid_block_ids: set[int]
-) -> tuple[set[str], int, list[Any]]:
-    """Returns which of these requests wait for blocks that failed in any group, and their tokens.
-
-    Nothing of them counts as computed from here on: which of its tokens all groups have would
-    depend on windows, and a load fails as a whole. Requests that do not wait come last.
-    """
-    failed: set[str] = set()
-    others: list[Any] = []
-    tokens = 0
-    for request in requests:
-        tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        if all(invalid_block_ids.isdisjoint(table) for table in tables):
-            continue
-        if request.status.name != "WAITING_FOR_REMOTE_KVS":
-            others.append(request)
-            continue
-        failed.add(request.request_id)
-        tokens += request.num_computed_tokens
-        request.num_computed_tokens = request.num_external_computed_tokens = 0
-    return failed, tokens, others
-
-
-def _read_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any
-) -> Any:
-    loads, engine_id = worker_state(instance).of(StuckLoads), meta.remote_engine_id
-    if engine_id not in instance._remote_agents:
-        # The release goes on after a handshake whether it failed or not.
-        leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")
-        return None
-    errors: tuple[type[Exception], ...] = (
-        KvpatchError,
-        RuntimeError,  # no memory for the staging pool
-        *errors_of(instance.nixl_wrapper),
-    )
-    try:
-        return wrapped(req_id, meta)
-    except errors as error:
-        leave_waiting(loads, req_id, error)
-        return None
-
-
-def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
-    entries = metadata.reqs_to_recv.items()
-    # One without blocks only tells P, and nobody waits for it.
-    loading = (req_id for req_id, entry in entries if entry.local_block_ids)
-    worker_state(instance).of(StuckLoads).begin(loading)
-    return wrapped(metadata)
-
-
-def _get_finished_and_given_up(
-    wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]
-) -> Any:
-    sent, received = wrapped(finished_req_ids)
-    loads = worker_state(instance.connector_worker).of(StuckLoads)
-    return sent, loads.report(received or (), finished_req_ids)
-
-
-def _handshake_with_the_living(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    host: str,
-    port: int,
-    remote_tp_size: int,
-    expected_engine_id: str,
-) -> Any:
-    ratio = instance._tp_size[instance.engine_id] // remote_tp_size
-    if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
-        release = sys.modules[worker_state(instance).facts.worker.module]
-        address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
-        require_answer(address, release.GET_META_MSG)
-    return wrapped(host, port, remote_tp_size, expected_engine_id)
-
-
-def _pop_done_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
-) -> Any:
-    def failed(req_id: str) -> None:
-        leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
-
-    # The release makes a RuntimeError of the state ERR.
-    return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
-
-
 def _pop_done_or_failed(
     wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
 ) -> Any:
@@ -401,17 +328,43 @@ def _pop_done_or_failed(
     return done - broken
 
 
-def _worker_get_finished(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
-    sent, received = wrapped(*args, **kwargs)
-    unreported = instance._failed_recv_reqs
-    if isinstance(unreported, FailedRequestSet):
-        failed = report_failed(instance, unreported)
-        for req_id in failed:
-            worker_state(instance).book.fail(req_id)
-        received = set(received) | failed
-    return sent, received
+# --- 0.18 to 0.29 those of several cache groups are reported as received --------------
+
+
+class FailedGroupLoads:
+    """A worker's loads that failed, where the model has several cache groups.
+
+    Those releases report them as received, and no block of theirs as invalid.
+    """
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def add(self, request_id: str) -> None:
+        """Books a failure; a background thread may."""
+        self._failed.add(request_id)
+
+    def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
+        """Returns what of `received` the scheduler may be told; `loading` has all loads' blocks."""
+        failed = received & self._failed
+        self._failed -= failed
+        for request_id in failed:
+            ids = {block for group in groups(loading[request_id]) for block in group}
+            self._invalid |= ids - {_NULL_BLOCK}
+            if not ids:  # P was to be told of it, and nobody waits
+                received = received - {request_id}
+        return received
+
+    def take_invalid(self) -> set[int]:
+        """The blocks of what was reported since this was asked last."""
+        taken, self._invalid = self._invalid, set()
+        return taken
+
+
+def has_several_groups(worker: Any) -> bool:
+    """True if a worker's layers have block tables by group, so that the release fails none."""
+    return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
 
 
 def _handle_failed_transfer(
@@ -443,6 +396,30 @@ def _get_block_ids_with_load_errors(
     return set(found) | worker_state(worker).of(FailedGroupLoads).take_invalid()
 
 
+def whole_requests(
+    scheduler: Any, requests: Iterable[Any], invalid_block_ids: set[int]
+) -> tuple[set[str], int, list[Any]]:
+    """Returns which of these requests wait for blocks that failed in any group, and their tokens.
+
+    Nothing of them counts as computed from here on: which of its tokens all groups have would
+    depend on windows, and a load fails as a whole. Requests that do not wait come last.
+    """
+    failed: set[str] = set()
+    others: list[Any] = []
+    tokens = 0
+    for request in requests:
+        tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if all(invalid_block_ids.isdisjoint(table) for table in tables):
+            continue
+        if request.status.name != "WAITING_FOR_REMOTE_KVS":
+            others.append(request)
+            continue
+        failed.add(request.request_id)
+        tokens += request.num_computed_tokens
+        request.num_computed_tokens = request.num_external_computed_tokens = 0
+    return failed, tokens, others
+
+
 def _update_requests_with_invalid_blocks(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -457,6 +434,9 @@ def _update_requests_with_invalid_blocks(
     if others:  # of another connector, that loads in step with the model
         return wrapped(others, invalid_block_ids, *more, **named)
     return failed, tokens, set()
+
+
+# --- where each is needed -------------------------------------------------------------
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.text import one_line
+from kvpatch.core.text import one_line, shown
+from kvpatch.load import read_request
 from kvpatch.load.read_request import HOLD, PlannedLoad, PlannedLoads, groups, leave_unread
-from kvpatch.load.shared_tokens import context_ranks
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import counted_group, has_state, reserves_slots, still_has
 from kvpatch.worker.state import scheduler_state
 
 _LOG = logging.getLogger("kvpatch.prompts")
+_ENGINES_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 _SENTENCES = {
     Prompt.PART: "is not the prompt that this engine was sent: it loads what both have in common",
@@ -76,14 +78,7 @@ class PromptLoads:
         return True
 
     def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int:
-        """Returns how many tokens a request loads.
-
-        Args:
-            scheduler: the connector's scheduler half.
-            request: vLLM's own.
-            computed: tokens that D has already.
-            count: tokens that the release would load behind them.
-        """
+        """Returns how many of `count` tokens behind the `computed` ones a request loads."""
         state, params = scheduler_state(scheduler), request.kv_transfer_params
         planned = state.of(PlannedLoads)
         if request not in planned:
@@ -197,3 +192,45 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
             return tokens if tokens == end else 0  # slots for drafted tokens would count as well
         tokens -= tokens % (int(scheduler.block_size) * ranks)
     return tokens
+
+
+# --- context parallelism, which no handshake states <= 0.28 ------------------------------
+#
+# With it a block of D's holds several times the tokens. A P without it names more blocks, and the
+# release loads the last of them.
+
+
+class _ToldPeers(RecentEngines[bool]):
+    """The peers of which one scheduler has logged it."""
+
+
+def context_ranks(scheduler: Any, facts: ReleaseFacts) -> int:
+    """Returns how many of this engine's ranks share out the tokens of a block."""
+    parallel = scheduler.vllm_config.parallel_config
+    return prod(int(getattr(parallel, name)) for name in facts.context_sizes)
+
+
+def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
+    """True if only a P with D's own sizes can have named the blocks of a request.
+
+    Always true from 0.29 on, where handshakes state the sizes and the release pairs unlike ones.
+    A prompt that fits into one of D's blocks may have one block at any P: D computes it.
+    """
+    ranks = context_ranks(scheduler, facts)
+    parameters = request.kv_transfer_params or {}
+    if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
+        return True
+    held = parameters.get("remote_num_tokens")
+    held = held or read_request.prefilled_tokens(scheduler, request, facts)
+    blocks = -(-held // (int(scheduler.block_size) * ranks))
+    found = {len(group) for group in read_request.groups(parameters["remote_block_ids"])}
+    told = scheduler_state(scheduler).of(_ToldPeers)
+    if found != {blocks} and parameters["remote_engine_id"] not in told:
+        told[str(parameters["remote_engine_id"])] = True
+        _ENGINES_LOG.warning(
+            "the prompt of request %s is computed here: P names %s blocks of %d tokens, and with "
+            "context parallelism as here (%d) they would be %d: use one "
+            "--decode-context-parallel-size and one --block-size on both sides",
+            *(shown(request.request_id), sorted(found), held, ranks, blocks),
+        )
+    return blocks > 1 and found == {blocks}

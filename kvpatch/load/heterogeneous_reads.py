@@ -159,13 +159,7 @@ class HeterogeneousReads:
     def _read(
         self, nixl: Any, ends: Ends, notification: bytes, lifetime: Lifetime, wanted: Wanted
     ) -> OwnRead:
-        """Makes a read that is not started.
-
-        Args:
-            nixl: the engine's agent.
-            notification: what the peer is told after the last byte.
-            lifetime: of the peer's blocks.
-        """
+        """Makes a read that is not started, of which the peer is notified after the last byte."""
         reading, progress = self._reader.being_read(), self._progress
         chunks = plan_chunks(wanted.staged, self.pool.chunk_bytes)
         read = StagedRead(

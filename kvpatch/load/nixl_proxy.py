@@ -9,8 +9,7 @@ from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
 from kvpatch.core.proxies import AgentProxy
-from kvpatch.load.prepared_transfers import RequestContext
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.transfer_handles import (
     agents_beside,
     heterogeneous_engine_of,

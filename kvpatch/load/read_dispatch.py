@@ -14,12 +14,12 @@ from kvpatch.core.errors import (
     UnexpectedRead,
     UnlikePrompts,
 )
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
-from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Reader, Reading, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
 from kvpatch.load.smaller_blocks import smaller_blocks
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
@@ -55,7 +55,7 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 context.check = partial(
                     refuse_unmapped, state.held(MappedPages), reader.groups, request, parts
                 )
-            inside.enter_context(reader.request(context))
+            inside.enter_context(replaced(reader, context=context))
         if smaller is not None:
             from kvpatch.load.smaller_blocks_pairing import Pairing, paired
 

@@ -1,21 +1,21 @@
 """What one worker knows of its reads, whoever makes them, and the checks of those of vLLM's own.
 
 vLLM reads from peers like this engine itself. What reads from all others is made when the first of
-them shakes hands (``heterogeneous_reads``), and not imported before.
+them shakes hands (``heterogeneous_reads``), and not imported before. Patches hand in what makes the
+checks of a load, so that what is off is not imported either.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, UnexpectedRead, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
-from kvpatch.load.prepared_transfers import CheckLoad, RankRead, Reading, RequestContext
 from kvpatch.observe.book import Book
 from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     import torch
 
     from kvpatch.geometry.plane import HeadName
+    from kvpatch.load.read_request import ReadRequest
     from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.caches import Caches
-    from kvpatch.transfer.own_read import OwnRead
+    from kvpatch.transfer.lifetime import Check
+    from kvpatch.transfer.own_read import Fate, OwnRead
     from kvpatch.transfer.progress_thread import ProgressThread
     from kvpatch.transfer.staging_pool import StagingPool
     from kvpatch.transfer.storageless import StoragelessCaches
@@ -34,6 +36,112 @@ if TYPE_CHECKING:
     from kvpatch.worker.local_geometry import LocalGeometry
     from kvpatch.worker.recurrent_state import StatePages
     from kvpatch.worker.registered_caches import LayerCache
+
+
+@dataclass
+class Reading:
+    """A request that we read.
+
+    Attributes:
+        tails_left: whether no read was told yet to zero what is behind its last token.
+        ranks: of the peer, of which reads have been prepared.
+        fate: of the first of these.
+    """
+
+    peer: Peer
+    request: ReadRequest
+    tails_left: bool = True
+    ranks: tuple[RemoteRank, ...] = ()
+    fate: Fate | None = None
+
+    def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
+        """Returns the ranks before one of which a read is prepared now."""
+        if rank in self.ranks:  # once more, for memory of another kind
+            return self.ranks[: self.ranks.index(rank)]
+        before, self.ranks = self.ranks, (*self.ranks, rank)
+        return before
+
+
+class RankRead(NamedTuple):
+    """A read of one rank of a peer, before it is made.
+
+    Attributes:
+        number: of the rank.
+        agent: NIXL's name of it.
+        mask: hides its addresses in P's answers; None where it is not known.
+        lease: of its blocks.
+        is_paced: whether a thread drives the read, and not the next step alone.
+        taken: heads that come from other ranks, and are not compared with what this one has;
+            None where the release reads, which may fill some from several.
+        is_idle: whether nothing is read, so that nobody minds what the rank holds.
+    """
+
+    number: int
+    agent: str
+    mask: int | None
+    lease: Lease
+    is_paced: bool
+    taken: frozenset[HeadName] | None = None
+    is_idle: bool = False
+
+
+#: Of a read and the checks that were made for it before, makes one more, or None.
+MakeCheck = Callable[[RankRead, "tuple[Check, ...]"], "Check | None"]
+
+
+@dataclass
+class RequestContext:
+    """One request, from when the release begins to prepare its transfers to when it has.
+
+    Attributes:
+        check: of the blocks to fill, ours or the release's; called until it has nothing to say.
+        refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
+            request there; an error anywhere before that would end the engine.
+        reading: what ours are planned from, in place of the release's; None where its stand.
+        arrived: when D was given the request, as ``time.monotonic`` counts; None if unknown.
+        is_read_back: whether a P reads an earlier turn back from a D.
+        expires: when the peer has said that its blocks do; None where it does not.
+        is_refused: whether that was booked.
+        is_as_read: whether what is read stays as it is placed.
+        checks: make the checks of each of its reads, in the order in which the read asks them.
+        when_prepared: called once all reads have been prepared; with False if nothing is read.
+    """
+
+    request_id: str
+    engine_id: str
+    check: Callable[[], None] | None = None
+    refusal: KvpatchError | None = None
+    reading: Reading | None = None
+    arrived: float | None = None
+    is_read_back: bool = False
+    expires: float | None = None
+    is_refused: bool = False
+    is_as_read: bool = True
+    checks: list[MakeCheck] = field(default_factory=list)
+    when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
+
+    def check_blocks(self) -> None:
+        """Calls the check, here where the release makes a failed load of what it raises."""
+        if self.check is not None:
+            self.check()
+            self.check = None
+
+    def checks_of(self, rank: RankRead) -> tuple[Check, ...]:
+        """Returns the checks of a read, in the order in which it asks them."""
+        found: tuple[Check, ...] = ()
+        for make in self.checks:
+            check = make(rank, found)
+            found += () if check is None else (check,)
+        return found
+
+
+#: Adds to a load's context what makes the checks of its reads.
+CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
+
+
+class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
+    """One worker's, by patch; called with its ``ReleaseWorker``, inspected caches and reader."""
+
 
 #: Failed checks that nobody has taken; where nobody does the oldest go.
 _MOST_FAILED = 65536
@@ -165,15 +273,6 @@ class Reader:
     def reads_all(self) -> bool:
         """True if identical peers are read by kvpatch for any reason."""
         return self.is_for_all or self.ours.misreads_blocks
-
-    @contextmanager
-    def request(self, context: RequestContext) -> Iterator[None]:
-        """While inside, transfers that the release prepares are what a context makes of them."""
-        self.context = context
-        try:
-            yield
-        finally:
-            self.context = None
 
     @contextmanager
     def refusals(self) -> Iterator[None]:

@@ -12,8 +12,7 @@ from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.core.proxies import AgentProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.nixl_proxy import ReadingAgent
-from kvpatch.load.prepared_transfers import CheckMakers
-from kvpatch.load.reader import Destination, Reader
+from kvpatch.load.reader import CheckMakers, Destination, Reader
 from kvpatch.load.transfer_handles import watch_divided_blocks
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest

@@ -23,7 +23,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
-from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.ledger import Method, Parts, Site, Step
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.state import release_worker, worker_state
@@ -39,11 +39,9 @@ def registration_step(
     """Returns a patch's part in the call; which part that is its slug says.
 
     Args:
-        part: watches a worker's loads (``failed_loads``), adds to answers that begin as the worker
-            registers
-            (``unlike_engines`` ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or
-            makes the
-            buffer and returns its tensors (``host_buffer``).
+        part: watches a worker's loads (``failed_loads``), adds to answers (``unlike_engines``
+            ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or makes the buffer
+            and returns its tensors (``host_buffer``).
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -110,12 +108,12 @@ def _register(
 def _refuse_without_reads(release: ReleaseWorker, *, reads: bool) -> None:
     """Refuses a host buffer into which nobody would read."""
     if not release.pulls:
-        raise HostBufferRefused(
+        raise RegistrationRefused(
             "in push mode P writes to D's memory, past a host buffer",
             "use NixlConnector, which pulls, or KVPATCH_HOST_BUFFER=never",
         )
     if not reads:
-        raise HostBufferRefused(
+        raise RegistrationRefused(
             "what D reads goes through the host buffer by unlike_engines, which KVPATCH_DISABLE "
             "turns off",
             "leave it on, or use KVPATCH_HOST_BUFFER=never",

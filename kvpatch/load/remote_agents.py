@@ -53,10 +53,9 @@ from kvpatch.peer.stated_words import (
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
 from kvpatch.worker.cache_kinds import Kind
-from kvpatch.worker.kinds_of_layers import has_slots, kind_of
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
-from kvpatch.worker.registered_caches import DeviceCaches
+from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
 from kvpatch.worker.state import WorkerState, release_worker, worker_state

@@ -190,6 +190,12 @@ def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> No
         )
 
 
+# --- keys and values that lie apart where a backend's blocks hold both -----------------------
+#
+# Every release has tensors that it takes for two regions: with keys first <= 0.25, or, where one
+# region a layer is all that it knows (from 0.26), as two layers.
+
+
 def shown_apart(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the registration must be handed in place of such caches."""
     if release.facts.cache_shape != "packed":

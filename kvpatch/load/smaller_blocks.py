@@ -1,8 +1,7 @@
 """Peers of smaller blocks that the release reads itself, since no reader of ours can.
 
-Here: what such blocks are. Which peers are let pass is in smaller_blocks_admission, which of P's
-blocks a request is handed in smaller_blocks_pairing, and how one fails alone for which there are
-none in smaller_blocks_reading.
+Here: what such blocks are, and which peers are let pass. Which of P's blocks a request is handed,
+and how one fails alone for which there are none, is in smaller_blocks_pairing.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
-from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.smaller_blocks import ADVICE, Blocks, shares_tokens
@@ -242,12 +242,7 @@ def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
     return [[0] * length for length in lengths]
 
 
-@contextmanager
-def refusing(worker: Any, engine_id: str, error: KvpatchError) -> Iterator[None]:
+def refusing(worker: Any, engine_id: str, error: KvpatchError) -> AbstractContextManager[None]:
     """While inside, a transfer that the release prepares fails with this error."""
-    agent = worker.nixl_wrapper
-    worker.nixl_wrapper = _RefusingAgent(agent, worker, engine_id, error)
-    try:
-        yield
-    finally:
-        worker.nixl_wrapper = agent
+    agent = _RefusingAgent(worker.nixl_wrapper, worker, engine_id, error)
+    return replaced(worker, nixl_wrapper=agent)

@@ -143,10 +143,8 @@ def loaded_tokens(
 def finished_blocks(
     ours: LocalGeometry, groups: Sequence[Group], tables: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, BlockList]]:
-    """Yields the group and our blocks of a request that is over, without those out of a window.
-
-    Args:
-        tables: as the scheduler has them, from the first token on.
+    """Yields the group and our blocks of a request that is over, by its tables from the first token
+    on.
     """
     if len(tables) != len(groups):
         raise UnexpectedRead(f"{len(tables)} block tables of {len(groups)} groups")

@@ -1,13 +1,14 @@
-"""Whose blocks a handle of prepared descriptors stands for, and who is told of a read."""
+"""The handles of descriptors that the release has prepared: whose blocks they stand for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedRead
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
@@ -104,14 +105,9 @@ class DividedBlockHandles(dict[Any, Any]):
     def __missing__(self, key: object) -> _NoHandles:
         return _NO_HANDLES
 
-    @contextmanager
-    def making_none(self) -> Iterator[None]:
+    def making_none(self) -> AbstractContextManager[None]:
         """While inside, this thread finds all ratios there."""
-        self._this_thread.makes_none = True
-        try:
-            yield
-        finally:
-            self._this_thread.makes_none = False
+        return replaced(self._this_thread, makes_none=True)
 
 
 def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
@@ -124,9 +120,7 @@ def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
     worker_state(worker).hold(table)
 
 
-@contextmanager
-def blocks_undivided(worker: Any) -> Iterator[None]:
+def blocks_undivided(worker: Any) -> AbstractContextManager[None]:
     """While inside, the release divides none of the worker's blocks for a peer."""
     table = worker_state(worker).held(DividedBlockHandles)
-    with nullcontext() if table is None else table.making_none():
-        yield
+    return nullcontext() if table is None else table.making_none()

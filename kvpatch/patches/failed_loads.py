@@ -19,9 +19,8 @@ How:
     all of it computed. From 0.22 on a request is reported when the last of its transfers
     is over. <= 0.11.0, which knows no way to fail one request, it is left waiting with an
     error in the log, until its client gives it up: then it is reported, and its blocks are
-    free. <= 0.11.0 a peer is first asked on a socket of our own, for 5 s at most as from
-    0.11.1 on: the release waits for the answer of a dead one for ever, and so do the
-    handshakes behind it.
+    free. <= 0.11.0 a peer is first asked on a socket of our own, for 4.5 s at most: the
+    release waits for the answer of a dead one for ever, and so do the handshakes behind it.
 Upstream:
     Failed loads came with 0.11.1, and with it an end to the wait for a handshake; 0.22
     passes over failed requests, and 0.30 reports them by themselves.

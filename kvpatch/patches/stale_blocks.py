@@ -16,7 +16,7 @@ How:
     string). A worker takes the word out before it reports the request as sent, which is before
     anybody can get its blocks. D reads the data, then the word (8 bytes, one-sided: P need not
     step, or be awake), and only then tells P. Another word there, or none, fails the load, and
-    D computes the prompt (``load/failed_checks.py``). A request that was long on its way asks
+    D computes the prompt. A request that was long on its way asks
     before it reads, too.
 Upstream:
     vLLM #52234; aws-samples/aws-do-eks#84 counts 8 of 42 answers.
@@ -42,9 +42,8 @@ from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.load import failed_checks
-from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_request import HOLD
+from kvpatch.load.reader import CheckMakers, Reader
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, amend, around, hear
 from kvpatch.worker.envelope import (
@@ -154,6 +153,51 @@ def _answer(connector: Any, request: Any, block_ids: Any) -> Callable[[Any], Any
     return amended
 
 
+# --- a load that a check has failed is computed ------------------------------------
+#
+# This holds whatever ``kv_load_failure_policy`` says, which is there for transfers that failed.
+# Names of requests travel among the ids of blocks that could not be loaded, a set that executors
+# hand on and join. The scheduler takes them out before the release looks, and does what that does
+# to compute a load again (``_handle_failed_recving``).
+
+
+def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
+    """Adds to the blocks that could not be loaded the names of requests that failed a check."""
+    reader = worker_state(connector.connector_worker).held(Reader)
+    names = () if reader is None else reader.failed_checks
+    if not names:
+        return blocks
+    return blocks.union(names.popleft() for _ in range(len(names)))
+
+
+def compute_again(core: Any, output: Any) -> None:
+    """Has vLLM's scheduler compute the requests that are named among invalid blocks."""
+    invalid = output.invalid_block_ids
+    if not invalid:
+        return
+    names = {one for one in invalid if isinstance(one, str)}
+    for name in names:
+        request = core.requests.get(name)
+        if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
+            request.num_computed_tokens = 0
+            core.failed_recving_kv_req_ids.add(name)
+    # Of several cache groups a request's blocks may be reported steps behind its name.
+    for name in core.failed_recving_kv_req_ids:
+        if name in core.requests:
+            invalid = invalid.difference(*core.kv_cache_manager.get_block_ids(name))
+    output.invalid_block_ids = invalid - names
+
+
+def compute_failed_again(core: Any, output: Any) -> None:
+    """Does so on releases that report requests as failed (from 0.30).
+
+    They report with the last of a request's ranks, which may be steps after the first.
+    """
+    compute_again(core, output)
+    if output.failed_recving:
+        output.failed_recving = output.failed_recving - core.failed_recving_kv_req_ids
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if not facts.listens_in_scheduler:
         return {}
@@ -169,10 +213,10 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = Step(around, Around(before=_end_holds))
     if settings.on_failed_check() == "recompute":
-        named = Step(amend, failed_checks.name_requests)
+        named = Step(amend, name_requests)
         found[seams.get_block_ids_with_load_errors(facts)] = named
         reports = facts.failed_loads == "as failed"
-        heard = failed_checks.compute_failed_again if reports else failed_checks.compute_again
+        heard = compute_failed_again if reports else compute_again
         found[seams.update_from_output(facts)] = Step(hear, heard)
     return found | dict.fromkeys(seams.request_finished(facts), Step(answer, _answer))
 

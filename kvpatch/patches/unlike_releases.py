@@ -107,7 +107,7 @@ def _nixl_handshake(
     if releases is None or not _asks_otherwise(instance, releases, state.facts):
         _check_answers(releases or (), state.facts)
         return wrapped(host, port, *whose, *more, **named)
-    from kvpatch.peer.interpreter import HOST, Interpretation, Interpreter
+    from kvpatch.peer.interpreter import HOST, Interpretation, interpreting
 
     interpretation = Interpretation(
         Address(host, int(port)),
@@ -117,8 +117,8 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    with Interpreter(interpretation) as here:
-        return wrapped(HOST, here.port, *whose, *more, **named)
+    with interpreting(interpretation) as port:
+        return wrapped(HOST, port, *whose, *more, **named)
 
 
 def _asks_otherwise(worker: Any, releases: Releases, own: ReleaseFacts) -> bool:

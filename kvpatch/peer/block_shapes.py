@@ -1,4 +1,4 @@
-"""What a layer's blocks hold, on both sides: heads, and tokens.
+"""What a layer's blocks hold, on both sides: heads, tokens, and what moves whole.
 
 Attention groups may have several shapes (Gemma: other heads and head_dim in layers with full
 attention than in those with windows). vLLM then plans blocks of more tokens for the smaller
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -23,10 +23,6 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache
-
-if TYPE_CHECKING:
-    from kvpatch.peer.agent_metadata import AgentMetadata
-    from kvpatch.worker.local_geometry import LocalGeometry
 
 
 class BlockShape(NamedTuple):

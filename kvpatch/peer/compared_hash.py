@@ -59,11 +59,7 @@ class ComparedHash(str):
 
     @classmethod
     def of(cls, own: OwnFactors, peers: NamedPeers, book: Book, *, checks: bool) -> ComparedHash:
-        """Makes this engine's.
-
-        Args:
-            checks: True if what is accepted is checked here.
-        """
+        """Makes this engine's; `checks` is True if what is accepted is checked here."""
         made = cls(own.digest)
         # A peer that is refused is asked again by each of its requests.
         made._explain = lru_cache(_MOST_HASHES)(partial(peer_hash.explain, own))

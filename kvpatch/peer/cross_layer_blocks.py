@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
-from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import (
     CrossLayerBlocks,
@@ -115,7 +115,7 @@ def register_cross_layer_blocks(
         return as_cross_layer(metadata, facts, pool, form)
 
     agent = _OneRegion(worker.nixl_wrapper, pool)
-    with release.speaking_through(agent), listener_told(release, restate):
+    with replaced(worker, nixl_wrapper=agent), listener_told(release, restate):
         result = wrapped(shown)
     form = form_of(release, pool, layers, told, states)
     restate_payload(release, pool, form)
@@ -217,9 +217,6 @@ class _OneRegion(ObjectProxy):
         return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
 
 
-_LISTENER = "_nixl_handshake_listener"
-
-
 def as_cross_layer(
     metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
 ) -> Any:
@@ -262,28 +259,18 @@ def form_of(
     return CrossLayerForm(tokens, release.kernel_blocks_per_block, pool.axes, digest)
 
 
-@contextmanager
-def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iterator[None]:
-    """While inside, a worker that answers handshakes as it registers (<= 0.11.0) restates its
-    metadata.
-    """
+def listener_told(
+    release: ReleaseWorker, restate: Callable[[Any], Any]
+) -> AbstractContextManager[None]:
+    """While inside, a worker that answers handshakes itself (<= 0.11.0) restates its metadata."""
     if release.facts.listens_in_scheduler:
-        yield
-        return
-    worker = release.worker
-    listen, before = worker._nixl_handshake_listener, vars(worker).get(_LISTENER)
+        return nullcontext()
+    listen = release.worker._nixl_handshake_listener
 
     def listener(metadata: Any, *more: Any, **named: Any) -> Any:
         return listen(restate(metadata), *more, **named)
 
-    worker._nixl_handshake_listener = listener
-    try:
-        yield
-    finally:
-        if before is None:
-            del worker._nixl_handshake_listener
-        else:
-            worker._nixl_handshake_listener = before
+    return replaced(release.worker, _nixl_handshake_listener=listener)
 
 
 def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:

@@ -6,21 +6,18 @@ the peer registered. Which bytes a read moves is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.core.errors import PeerRefused
+from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.worker.local_geometry import LocalGeometry
-
-if TYPE_CHECKING:
-    from kvpatch.peer.agent_metadata import AgentMetadata
-    from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
 #: allowed, and so many times as many as this worker has of its own.
@@ -159,18 +156,16 @@ def book_own_cut(
         worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
 
 
-@contextmanager
-def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> Iterator[None]:
+def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractContextManager[None]:
     """While inside, the worker compares its peer's layout with this one."""
-    if not facts.states_layout:
-        yield
-        return
-    own = worker.kv_cache_layout
-    worker.kv_cache_layout = layout
-    try:
-        yield
-    finally:
-        worker.kv_cache_layout = own
+    return replaced(worker, kv_cache_layout=layout) if facts.states_layout else nullcontext()
+
+
+# --- more ranks than KV heads, where P and D have different numbers of ranks -----------------
+#
+# Some ranks then hold a head that their neighbours hold too. Releases refuse most such pairs by an
+# assertion. Reads of kvpatch are planned by heads. So the release is told that each rank has heads
+# of its own, and prepares and books such a peer.
 
 
 def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
@@ -190,20 +185,13 @@ def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int |
     return 2 * lcm(ours.tp_size, peer.tp_size) if has_replicated_heads(ours, peer) else None
 
 
-@contextmanager
-def model_of_heads(worker: Any, facts: ReleaseFacts, heads: int | None) -> Iterator[None]:
+def model_of_heads(
+    worker: Any, facts: ReleaseFacts, heads: int | None
+) -> AbstractContextManager[None]:
     """While inside, the worker takes its model for one of so many heads; None for its own."""
     if heads is None or not facts.topology:
-        yield
-        return
-    topology = getattr(worker, facts.topology)
-    own = {"total_num_kv_heads": topology.total_num_kv_heads}
+        return nullcontext()
+    values = {"total_num_kv_heads": heads}
     if facts.topology == "transfer_topo":
-        own["local_physical_heads"] = topology.local_physical_heads
-        topology.local_physical_heads = heads // worker.world_size
-    topology.total_num_kv_heads = heads
-    try:
-        yield
-    finally:
-        for name, value in own.items():
-            setattr(topology, name, value)
+        values["local_physical_heads"] = heads // worker.world_size
+    return replaced(getattr(worker, facts.topology), **values)

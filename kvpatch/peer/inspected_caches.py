@@ -56,11 +56,7 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
 def read_states(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
 ) -> dict[str, StatePages]:
-    """Returns the pages of all layers that are no attention; none where one is no such page.
-
-    Args:
-        cache: the attention layers among `kv_caches`.
-    """
+    """Returns the pages of all layers but those of `cache`; none where one is no such page."""
     layers, _, _ = cache
     if not all(map(_is_a_page, layers.values())):
         return {}

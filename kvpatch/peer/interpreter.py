@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from kvpatch.core.errors import PeerRefused
@@ -114,56 +114,53 @@ def _between(asked: float) -> float:
     return (asked + time.perf_counter()) / 2
 
 
-class Interpreter:
-    """Answers our release while inside, in a thread of its own::
+@contextmanager
+def interpreting(interpretation: Interpretation) -> Iterator[int]:
+    """Yields a port at which a thread answers our release in P's place::
 
-        with Interpreter(interpretation) as here:
-            release.handshake(HOST, here.port)
+        with interpreting(interpretation) as port:
+            release.handshake(HOST, port)
 
-    Raises:
-        PeerRefused: at the end, what P was refused for; the release knows a bad answer alone.
+    At the end it raises what P was refused for; the release knows a bad answer alone.
     """
+    import zmq
 
-    def __init__(self, interpretation: Interpretation) -> None:
-        self._interpretation = interpretation
-        self._refusal: PeerRefused | None = None
-        self._ends = threading.Event()
+    context: Any = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    listen_under_key(socket)
+    port = socket.bind_to_random_port(f"tcp://{HOST}")
+    ends, refusals = threading.Event(), list[PeerRefused]()
+    told = interpretation, socket, ends, refusals
+    thread = threading.Thread(target=_serve, args=told, name="kvpatch-handshake", daemon=True)
+    thread.start()
+    try:
+        yield port
+    finally:
+        ends.set()
+        thread.join()
+        context.destroy(linger=0)
+        if refusals:
+            raise refusals[-1] from None
 
-    def __enter__(self) -> Interpreter:
-        import zmq
 
-        self._context: Any = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        listen_under_key(self._socket)
-        self.port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._thread = threading.Thread(target=self._serve, name="kvpatch-handshake", daemon=True)
-        self._thread.start()
-        return self
+def _serve(
+    interpretation: Interpretation,
+    socket: Any,
+    ends: threading.Event,
+    refusals: list[PeerRefused],
+) -> None:
+    import msgspec
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ends.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-        if self._refusal is not None:
-            raise self._refusal from None
-
-    def _serve(self) -> None:
-        import msgspec
-
-        while not self._ends.is_set():
-            if not self._socket.poll(_LOOK_MS):
-                continue
-            who, *between, message = self._socket.recv_multipart()
-            try:
-                answer = self._interpretation.answer(message)
-            except PeerRefused as refusal:
-                self._refusal, answer = refusal, [b""]
-            except msgspec.MsgspecError:  # somebody else on this machine asks
-                answer = [b""]
-            self._socket.send_multipart([who, *between, *answer])
+    while not ends.is_set():
+        if not socket.poll(_LOOK_MS):
+            continue
+        who, *between, message = socket.recv_multipart()
+        try:
+            answer = interpretation.answer(message)
+        except PeerRefused as refusal:
+            refusals.append(refusal)
+            answer = [b""]
+        except msgspec.MsgspecError:  # somebody else on this machine asks
+            answer = [b""]
+        socket.send_multipart([who, *between, *answer])

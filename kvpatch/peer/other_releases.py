@@ -1,20 +1,26 @@
-"""Which releases a P may be of, by the names of what it answers and of what it states."""
+"""A P of another release: which it may be, how it is asked, and what it states, in our words.
+
+The names of the fields that P answers a request with, and of those that it states at a handshake,
+tell which releases it may be of.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import FACTS, Question, ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, inner_layout, layer_by_layer
-from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.transfer.lifetime import HEARTBEAT
 from kvpatch.worker.state import held_by
+
+if TYPE_CHECKING:
+    from kvpatch.peer.agent_metadata import AgentMetadata
 
 #: Of all answers, those fields that some release has.
 _FIELDS = frozenset[str]().union(*(facts.answer for facts in FACTS.values()))
@@ -206,9 +212,6 @@ def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[st
 
     What P does not say is what our release takes for nothing said, or our own side's. P's own words
     decide what becomes of the peer.
-
-    Args:
-        backend: ours.
     """
     stated = statement.fields
     found = {name: stated[name] for name in own.agent_metadata & stated.keys()}
@@ -237,6 +240,8 @@ def read_statement(
     statement: Statement, own: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
     """Reads what a rank of another release states, in our vocabulary."""
+    from kvpatch.peer.agent_metadata import read_agent_metadata  # a scheduler needs none of it
+
     stated = SimpleNamespace(**statement.fields)
     peer = read_agent_metadata(stated, statement.facts, tp_rank, tp_size)
     return replace(peer, layout=layout_as(peer.layout, own), releases=statement.releases)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -48,12 +47,8 @@ from kvpatch.peer.cross_layer_form import (
     packed_digest,
     places_digest,
 )
-from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
-
-if TYPE_CHECKING:
-    from kvpatch.peer.agent_metadata import AgentMetadata
-    from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
@@ -397,6 +392,10 @@ def _check_size(peer: AgentMetadata, form: CrossLayerForm, size_bytes: int) -> N
 
 
 # --- split K/V ------------------------------------------------------------------------
+#
+# In releases <= 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23
+# on; kvcached keeps the two apart. A handshake names neither, and states regions and bytes: a cache
+# whose keys and values are split has twice the regions, of half a block each.
 
 
 #: kvcached's pages are a multiple of this; its tensors end with the last whole page.
@@ -404,7 +403,7 @@ PAGE_BYTES = 2 << 20
 
 
 def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
-    """Returns how a worker has registered them, whose backend's own blocks hold both."""
+    """Returns how a worker has registered keys and values that its backend's blocks hold both."""
     found = {
         sum(plane.address in ours.addresses for plane in layer.planes)
         for layer in ours.layers.values()

@@ -92,7 +92,8 @@ def nobody_answers(address: str) -> PeerRefused:
     """Returns the refusal of a P that does not answer in time."""
     return PeerRefused(
         f"nobody answers at {shown(address)}",
-        "see whether P is there; one whose listener has ended has to be restarted",
+        "see whether P is there, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT to what this "
+        "host can reach; one whose listener has ended has to be restarted",
     )
 
 

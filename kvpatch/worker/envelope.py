@@ -9,7 +9,7 @@ name               to         content                                     writte
 ``HOLDS``          workers    words of holds by request, 0 of one over    ``checks/holds``
 ``DIGEST_ORDERS``  workers    what is to be digested, by request          ``checks/holds``
 ``SAVES``          workers    blocks to be copied to the host buffer      ``host_buffer``
-``RELEASES``       workers    releases of peers, by engine id             ``peer/unlike_releases``
+``RELEASES``       workers    releases of peers, by engine id             ``peer/other_releases``
 ``WORDS``          scheduler  what P states beside its release            ``peer/stated_words``
 ``TABLES``         scheduler  addresses of a worker's tables              ``checks/holds``
 =================  =========  ==========================================  ========================

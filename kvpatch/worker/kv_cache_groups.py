@@ -18,8 +18,6 @@ class Group:
         window_tokens: of a sliding window, whose last blocks alone a peer may hold and
             send; 0 for a group that looks at every token.
         has_state: whether a block is recurrent state, and the last one of a list is all.
-        is_clipped: whether peers name the window's last blocks alone, and not all of the
-            prompt's with null blocks for those that slid out of it.
         spans_prompt: whether a list has a place for each block of the prompt. A window's may
             not, and a state's or a ring's never has.
     """
@@ -27,20 +25,16 @@ class Group:
     layers: frozenset[str]
     window_tokens: int
     has_state: bool = False
-    is_clipped: bool = True
     spans_prompt: bool = True
 
 
-def planned_groups(
-    plan: Any, facts: ReleaseFacts, layers: Iterable[str], *, is_clipped: bool
-) -> tuple[Group, ...]:
+def planned_groups(plan: Any, facts: ReleaseFacts, layers: Iterable[str]) -> tuple[Group, ...]:
     """The groups of a worker's plan, in the order in which block ids are sent."""
     groups = tuple(
         Group(
             frozenset(g.layer_names),
             _window_tokens(g.kv_cache_spec),
             _is_kind(g.kv_cache_spec, _STATE),
-            is_clipped,
             _is_kind(g.kv_cache_spec, *_SPANNING),
         )
         for g in transferred_groups(plan, facts)
@@ -174,6 +168,8 @@ def _specs_of_layers(spec: Any) -> Mapping[str, Any] | None:
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
     return found  # UniformTypeKVCacheSpecs alone has them
 
+
+# --- slots that an engine reserves behind a prompt for drafted tokens ------------------------
 
 #: Ways to speculate that reserve no slots.
 _WITHOUT_SLOTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")

@@ -157,11 +157,7 @@ class LocalGeometry:
 def local_geometry_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
 ) -> LocalGeometry:
-    """Returns what a worker has registered, which keeps it under other names in other releases.
-
-    Args:
-        layers: as the release was shown them.
-    """
+    """Returns what a worker has registered of `layers`, as the release was shown them."""
     worker, facts = release.worker, release.facts
     inner_layout = layout_shown_by(layers) or "HND"  # the same bytes, where nothing tells
     layout = release.stated_layout or inner_layout
@@ -266,6 +262,12 @@ def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCa
     if stated in LAYER_BY_LAYER and stated != found:
         _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
         release.worker.kv_cache_layout = found
+
+
+# --- HND or NHD, as a release lays out caches for its own backends -------------------------
+#
+# Backends without an order of their own (Triton <= 0.17, FlexAttention, ROCm's) have NHD on every
+# engine, while the connector asks for HND and states it (0.10.1 to 0.28).
 
 
 #: On releases <= 0.11.0 workers keep a backend's name alone: those that lay out what is stated.

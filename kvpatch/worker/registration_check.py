@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.worker.registered_caches import LayerCache
@@ -29,17 +29,14 @@ class _Region:
 
 @contextmanager
 def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> Iterator[None]:
-    """Refuses a registration, while inside, that computes other places than its blocks have.
+    """Refuses a registration, while inside, that computes other places than blocks have.
 
     It does so before a transfer is prepared: NIXL's handles of a worker that was never made outlive
     their agent, and end the process without a word.
-
-    Args:
-        layers: what the worker is handed, read.
     """
     check = partial(_refuse_other_strides, release, layers)
     checked = _CheckedFirst(release.worker.nixl_wrapper, check)
-    with release.speaking_through(checked):
+    with replaced(release.worker, nixl_wrapper=checked):
         yield
     checked.check()
 

@@ -8,8 +8,7 @@ logical shape that is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,16 +99,6 @@ class ReleaseWorker:
         is_permuted = is_named and worker.host_buffer_kv_cache_layout != worker.kv_cache_layout
         return "HND" if is_permuted else "NHD"
 
-    @contextmanager
-    def speaking_through(self, agent: Any) -> Iterator[None]:
-        """While inside, it has this one in place of its own NIXL agent."""
-        own = self.worker.nixl_wrapper
-        self.worker.nixl_wrapper = agent
-        try:
-            yield
-        finally:
-            self.worker.nixl_wrapper = own
-
     # --- the regions, once it has registered ------------------------------------
 
     @property
@@ -184,9 +173,7 @@ class ReleaseWorker:
         """The cache groups of these layers; one <= 0.17."""
         if not self.facts.has_cache_groups:
             return (Group(frozenset(layers), window_tokens=0),)
-        worker = self.worker
-        is_clipped = bool(worker._is_hma_required)
-        return planned_groups(worker.kv_cache_config, self.facts, layers, is_clipped=is_clipped)
+        return planned_groups(self.worker.kv_cache_config, self.facts, layers)
 
     def is_readable(self, layer: str, cache: Any) -> bool:
         """True if a layer's tensor is an attention cache in blocks.

@@ -110,12 +110,7 @@ class SharedRows:
         return [region for region, group in groups if group in (page.group, _EVERY_GROUP)]
 
     def has_equal_rows(self, regions: Sequence[Region], ranks: tuple[int, int]) -> bool:
-        """True if every byte lies at a peer where it does here, with as many ranks as heads.
-
-        Args:
-            regions: the peer's.
-            ranks: of both.
-        """
+        """True if every byte lies at a peer where it does here, with as many ranks as heads."""
         return min(ranks) >= self.heads and tuple(regions) == self.regions
 
     def has_other_rows(self, regions: Sequence[Region]) -> bool:
@@ -140,11 +135,7 @@ class SharedRows:
         return len(found) == len(pages) == len(inside)
 
     def misread_ring(self, ranks: tuple[int, int]) -> Page | None:
-        """Returns a ring of which a share is read, where rows are cut by page.
-
-        Args:
-            ranks: of the peer, and of this engine.
-        """
+        """Returns a ring of which a share is read, where rows are cut by page."""
         theirs, ours = ranks
         shares = theirs // ours
         whole = {r.offset for r, whole in zip(self.regions, self.whole, strict=True) if whole}

@@ -140,11 +140,7 @@ def _parts(
 
 
 def _groups_part(own: int, width: int, ranks: int, groups: int | None) -> Part | str:
-    """Returns the part of a Mamba2 convolution that is B, or C: of a rank's groups, of all.
-
-    Args:
-        own: groups that a rank has.
-    """
+    """Returns the part of a Mamba2 convolution that is B, or C: of a rank's own groups, of all."""
     if ranks > 1 and own == 1:
         if groups not in (1, ranks):
             return f"{ranks} ranks have a group each, and the model says {groups} groups"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.errors import PatchRefused
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.kv_cache_groups import counted_group
@@ -30,13 +30,9 @@ def is_applied(slug: str) -> bool:
 
 
 def require(slug: str) -> None:
-    """Called where such an object is unpickled.
-
-    Raises:
-        NotPatchedHere: this process has not applied that patch.
-    """
+    """Refuses to unpickle such an object where this process has not applied that patch."""
     if not is_applied(slug):
-        raise NotPatchedHere(
+        raise PatchRefused(
             f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this "
             "worker, which would read wrong blocks",
             CURE,

@@ -91,11 +91,7 @@ def refuse_steps_under_way(release: ReleaseWorker) -> None:
 def misread_states(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], attention: Collection[str]
 ) -> bool:
-    """True if the release would look elsewhere for the state of a layer.
-
-    Args:
-        attention: the layers that are no state.
-    """
+    """True if the release would look elsewhere for the state of a layer that is no attention."""
     if release.stated_layout not in LAYERS_INSIDE_BLOCKS:
         return False
     if release.worker._is_csa_linear:  # a kind of its own, by its strides

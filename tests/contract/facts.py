@@ -379,22 +379,6 @@ def _plans_transfers(source: Source) -> bool:
     return chooses
 
 
-def _buffer_devices(source: Source) -> frozenset[str]:
-    """The table of devices; 0.10.0 has none, and takes every device for CUDA's."""
-    modules = (source.worker.module, f"{_CONNECTORS}.nixl.utils")
-    found = "".join(text(source.release, module) for module in modules)
-    table = re.search(r"(?ms)^_NIXL_SUPPORTED_\w+ = (\{.*?^\})", found)
-    if table is None:
-        return frozenset({"cuda: cuda"})
-    devices: dict[str, tuple[str, ...]] = ast.literal_eval(table.group(1))
-    return frozenset(f"{device}: {buffer}" for device in devices for buffer in devices[device])
-
-
-def _buffer_follows_device(source: Source) -> bool:
-    module = "vllm.config.kv_transfer"
-    return "kv_buffer_device: str = field(default_factory=" in text(source.release, module)
-
-
 def _number_in_environment(source: Source, name: str) -> int:
     found = re.search(rf"(?m)^ +{name}: int = (\d+)", text(source.release, "vllm.envs"))
     return int(found.group(1)) if found else 0
@@ -516,9 +500,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
-    "expands_by_own_cut": lambda s: (
-        "np.arange(local_ratio)" in s.body(s.worker, "_logical_to_remote_kernel_block_ids")
-    ),
     "has_cache_groups": _has_cache_groups,
     "counts_tokens_of_failed": lambda s: (
         "num_scheduled_tokens"
@@ -562,12 +543,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()"
         in s.core("update_from_output")
     ),
-    "tells_chosen_block_size": lambda s: (
-        "update_block_size_for_backend("
-        not in text(s.release, f"{_V1}.executor.multiproc_executor")
-        or "cache_config.block_size = response.block_size"
-        in text(s.release, f"{_V1}.engine.core_client")
-    ),
     "server_arguments": _server_arguments,
     "groups_layers_first": lambda s: (
         "get_global_kv_cache_groups(" in text(s.release, f"{_V1}.engine.core")
@@ -581,8 +556,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "self.use_mla and tp_ratio < 0 and (not self._has_mamba)"
         in s.body(s.reader, "_read_blocks_for_req")
     ),
-    "buffer_devices": _buffer_devices,
-    "buffer_follows_device": _buffer_follows_device,
     "side_channel_port": lambda s: _number_in_environment(s, "VLLM_NIXL_SIDE_CHANNEL_PORT"),
     "blocks_kept_seconds": _blocks_kept_seconds,
     "pairs_heads_by_layout": lambda s: (

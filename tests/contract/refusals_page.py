@@ -50,21 +50,21 @@ class Moment:
 MOMENTS = (
     Moment(
         "When kvpatch is turned on",
-        ("SettingsError", "ReleaseNotKnown", "PatchRefused", "NotPatchedHere"),
+        ("SettingsError", "ReleaseNotKnown", "PatchRefused"),
         "A variable that cannot be read ends the process ([Variables](variables.md)). A release "
         "that cannot be patched still starts, and constructing the connector raises.",
         "",
     ),
     Moment(
         "When KV caches are registered",
-        ("RegistrationRefused", "HostBufferRefused", "UnexpectedCaches", "UnreadableGeometry"),
+        ("RegistrationRefused", "UnexpectedCaches", "UnreadableGeometry"),
         "The engine does not start.",
         "the tensors are not what this release's plan says: report it with this line; without "
         "`ENABLE_KVPATCH` the engine starts as stock does",
     ),
     Moment(
         "At the handshake",
-        ("PeerRefused", "NoAnswer", "UnplannableCopy"),
+        ("PeerRefused", "UnplannableCopy"),
         "The request fails as vLLM fails any load. Both engines stay up.",
         "use one vLLM, one kvpatch and one model on both sides; report it with this line where "
         "they are",
@@ -92,7 +92,7 @@ MOMENTS = (
     ),
     Moment(
         "When a pair is planned",
-        ("BadOptions", "CannotPlan", "RequestFailed"),
+        ("BadOptions", "RequestFailed"),
         "`kvpatch plan` ends with status 2.",
         "",
     ),

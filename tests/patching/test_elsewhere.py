@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.errors import PatchRefused
 from kvpatch.core.recent_engines import MOST_ENGINES
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.host_buffer.scheduler import StepSaves
@@ -47,7 +47,7 @@ def _load(sent: object, python_path: Path | None) -> subprocess.CompletedProcess
 def test_a_process_without_kvpatch_cannot_take_it(sent: object) -> None:
     off = _load(sent, Path())
     assert off.returncode != 0
-    assert "NotPatchedHere" in off.stderr and "ENABLE_KVPATCH" in off.stderr
+    assert "PatchRefused" in off.stderr and "ENABLE_KVPATCH" in off.stderr
     absent = _load(sent, None)
     assert absent.returncode != 0 and "ModuleNotFoundError" in absent.stderr
 
@@ -76,7 +76,7 @@ def test_a_process_that_leaves_the_patch_out_does_not(tmp_path: Path) -> None:
         f"importlib.import_module({facts.connector.module!r})\n"
         + _LOADS.format(pickle.dumps(_GUARDED).hex())
     )
-    with pytest.raises(AssertionError, match=NotPatchedHere.__name__):
+    with pytest.raises(AssertionError, match=PatchRefused.__name__):
         run(tree, script, KVPATCH_DISABLE="unlike_engines")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.load import failed_checks
 from kvpatch.load.reader import Reader
+from kvpatch.patches import stale_blocks
 from kvpatch.worker.state import worker_state
 
 WAITING = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
@@ -41,20 +41,20 @@ def output(invalid: set[Any], failed: set[str] = frozenset()) -> Any:
 
 def test_a_worker_names_each_of_them_once() -> None:
     one = connector("a", "b", "a")
-    assert failed_checks.name_requests(one, {1}) == {1, "a", "b"}
-    assert failed_checks.name_requests(one, {2}) == {2}
+    assert stale_blocks.name_requests(one, {1}) == {1, "a", "b"}
+    assert stale_blocks.name_requests(one, {2}) == {2}
 
 
 def test_a_worker_without_a_reader_names_none() -> None:
     blocks = {1}
-    found = failed_checks.name_requests(SimpleNamespace(connector_worker=SimpleNamespace()), blocks)
+    found = stale_blocks.name_requests(SimpleNamespace(connector_worker=SimpleNamespace()), blocks)
     assert found is blocks
 
 
 def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
     """As several workers' sets are joined, with blocks of a transfer of another request."""
     scheduler, found = core(a=WAITING, b=WAITING), output({10, 11, 20} | {"a"})
-    failed_checks.compute_again(scheduler, found)
+    stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {20}
     assert scheduler.failed_recving_kv_req_ids == {"a"}
     assert scheduler.requests["a"].num_computed_tokens == 0
@@ -64,7 +64,7 @@ def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
 @pytest.mark.parametrize("statuses", [{}, {"a": RUNNING}])
 def test_who_waits_for_no_load_is_left_alone(statuses: dict[str, Any]) -> None:
     scheduler, found = core(**statuses), output({10, "a"})
-    failed_checks.compute_again(scheduler, found)
+    stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {10}
     assert not scheduler.failed_recving_kv_req_ids
 
@@ -72,7 +72,7 @@ def test_who_waits_for_no_load_is_left_alone(statuses: dict[str, Any]) -> None:
 def test_a_rank_that_is_through_later_does_not_fail_it_after_all() -> None:
     """From 0.30 a request is reported as failed once all its ranks are through."""
     scheduler = core(a=WAITING, b=WAITING)
-    failed_checks.compute_failed_again(scheduler, output({10, "a"}))
+    stale_blocks.compute_failed_again(scheduler, output({10, "a"}))
     later = output(set(), {"a", "b"})
-    failed_checks.compute_failed_again(scheduler, later)
+    stale_blocks.compute_failed_again(scheduler, later)
     assert later.failed_recving == {"b"}

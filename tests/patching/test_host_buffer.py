@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.host_buffer_links import put_back
@@ -73,7 +73,7 @@ class TestIsWanted:
     def test_never_where_nothing_else_is_possible(
         self, device: str, buffer_device: str, fact: str
     ) -> None:
-        with pytest.raises(HostBufferRefused, match=fact) as refused:
+        with pytest.raises(RegistrationRefused, match=fact) as refused:
             is_wanted("never", device, buffer_device, KNOWN)
         assert "KVPATCH_HOST_BUFFER=never" in str(refused.value)
         assert device in str(refused.value)
@@ -84,7 +84,7 @@ class TestIsWanted:
     list(ALONE),
 )
 def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
-    with pytest.raises(HostBufferRefused, match=share):
+    with pytest.raises(RegistrationRefused, match=share):
         refuse_shares(SimpleNamespace(**ALONE | {share: 2}), FACTS["0.12.0"])
     refuse_shares(SimpleNamespace(**ALONE), FACTS["0.12.0"])
 
@@ -101,7 +101,7 @@ class TestRows:
         assert host_blocks_in(10_000, 100, 50) == 50
 
     def test_the_null_block_alone_is_refused_with_what_is_needed(self) -> None:
-        with pytest.raises(HostBufferRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
+        with pytest.raises(RegistrationRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
             host_blocks_in(199, 100, 50)
 
     def test_tensors_of_their_own_are_added(self) -> None:
@@ -179,7 +179,7 @@ def test_held_requests_come_back_to_their_places_behind_preempted_ones() -> None
 
 
 def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
-    with pytest.raises(HostBufferRefused, match="Scheduler"):
+    with pytest.raises(RegistrationRefused, match="Scheduler"):
         HostBufferScheduler(FACTS["0.33.0"]).admit(
             SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
         )

@@ -23,8 +23,7 @@ from kvpatch.geometry.staged_plan import plan_chunks
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.peer.compatibility import is_compatible
-from kvpatch.peer.decision import with_both_geometries
+from kvpatch.peer.decision import is_compatible, with_both_geometries
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unstated_blocks import DeclaredGeometry, complete
 from kvpatch.worker.kv_cache_groups import Group

@@ -11,13 +11,12 @@ import pytest
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.peer.compatibility import is_compatible
-from kvpatch.peer.decision import Decision, LocalCache, Refuse, Stock, decide
+from kvpatch.peer.decision import Decision, LocalCache, Refuse, Stock, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
-from kvpatch.worker.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import StateDivision
 
@@ -82,7 +81,7 @@ def test_pooled_tokens_join_where_the_backends_blocks_are_of_rows(
     assert not kind_of(worker(flash), "a", has_slots=True).joins
     assert not kind_of_backend(pooled("RocmAttentionBackend")).joins
     assert kind_of_backend(pooled("AiterFlashAttentionBackend")).joins
-    monkeypatch.setattr("kvpatch.worker.kinds_of_layers._is_set", lambda variable: True)
+    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: True)
     assert not kind_of_backend(pooled("AiterFlashAttentionBackend")).joins
 
 
@@ -134,9 +133,9 @@ def test_packed_dtypes_have_scales_of_their_own() -> None:
 
 def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     aiter = backend("AiterFlashAttentionBackend")
-    monkeypatch.setattr("kvpatch.worker.kinds_of_layers._is_set", lambda variable: True)
+    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: True)
     assert kind_of_backend(aiter).holds is Holds.WHOLE
-    monkeypatch.setattr("kvpatch.worker.kinds_of_layers._is_set", lambda variable: False)
+    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: False)
     assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from kvpatch.core.errors import HostBufferRefused, PeerRefused, ReadRefused
+from kvpatch.core.errors import PeerRefused, ReadRefused, RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.host_buffer.host_block_table import HostBlockTable
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
@@ -53,7 +53,7 @@ class TestBook:
         for error in (
             PeerRefused("no", "use x"),
             ReadRefused("no", "use x"),
-            HostBufferRefused("no", "use x"),
+            RegistrationRefused("no", "use x"),
         ):
             with pytest.raises(type(error)), book.refusals():
                 raise error
@@ -61,7 +61,7 @@ class TestBook:
             raise ValueError("not ours")
 
         causes = [label for _, label, _ in book.take()]
-        assert causes == ["PeerRefused", "ReadRefused", "HostBufferRefused"]
+        assert causes == ["PeerRefused", "ReadRefused", "RegistrationRefused"]
 
     @pytest.mark.parametrize(
         ("verdicts", "has_failed", "told"),
@@ -266,7 +266,7 @@ class TestShown:
                 ["kvpatch_reads", "direct", 1],
                 [POOL_USED_BYTES.name, "0", 7],
                 [POOL_USED_BYTES.name, "0", 5],
-                ["kvpatch_refusals", "HostBufferRefused", 1],
+                ["kvpatch_refusals", "RegistrationRefused", 1],
             ],
             1,
         )
@@ -274,7 +274,7 @@ class TestShown:
         assert _value("kvpatch_reads_total", "1", way="direct") == 3
         assert _value("kvpatch_reads_total", "0", way="direct") == 0
         assert _value(POOL_USED_BYTES.name, "1", rank="0") == 5
-        assert _value("kvpatch_refusals_total", "1", cause="HostBufferRefused") == 1
+        assert _value("kvpatch_refusals_total", "1", cause="RegistrationRefused") == 1
 
     def test_what_is_counted_stands_there_from_the_start(self) -> None:
         _shown()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
-from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.ledger import Ledger, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import load
@@ -164,7 +164,7 @@ def test_every_set_of_patches_takes_its_steps(release, is_buffered, order, taken
                 ledger.apply(slug, {SITE: every[slug]})
         taken.clear()
         if is_buffered and "host_buffer" in on and "unlike_engines" not in on:
-            with pytest.raises(HostBufferRefused, match="leave it on"):
+            with pytest.raises(RegistrationRefused, match="leave it on"):
                 worker.register_kv_caches(TENSORS)
             assert taken == []
         else:
@@ -189,7 +189,7 @@ def test_in_push_mode_nothing_goes_through_a_host_buffer(taken):
     for slug, step in _steps(FACTS[RELEASES[-1]]).items():
         ledger.apply(slug, {SITE: step})
 
-    with pytest.raises(HostBufferRefused, match="push mode"):
+    with pytest.raises(RegistrationRefused, match="push mode"):
         worker.register_kv_caches(TENSORS)
     assert taken == []
 

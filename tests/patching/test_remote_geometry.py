@@ -23,8 +23,7 @@ from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import unstated_blocks as unstated
 from kvpatch.peer.agent_metadata import read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.compatibility import is_compatible
-from kvpatch.peer.decision import LocalCache, Read, Refuse, decide
+from kvpatch.peer.decision import LocalCache, Read, Refuse, decide, is_compatible
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     check_descriptors,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.load.shared_tokens import may_load
+from kvpatch.load.common_prompt import may_load
 
 pytestmark = pytest.mark.patching
 

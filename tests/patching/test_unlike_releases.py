@@ -18,7 +18,7 @@ from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.decision import Read, Refuse, decide
-from kvpatch.peer.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.peer.interpreter import HOST, Interpretation, interpreting
 from kvpatch.peer.other_releases import (
     NULLABLE,
     Address,
@@ -207,8 +207,8 @@ def asked_by(
         FLASH_ATTENTION,
         ({} if told is None else told).__setitem__,
     )
-    with Interpreter(interpretation) as here:
-        return ask(Address(HOST, here.port), question_for(FACTS[own].question, 0))
+    with interpreting(interpretation) as port:
+        return ask(Address(HOST, port), question_for(FACTS[own].question, 0))
 
 
 @pytest.mark.parametrize("own", ["0.13.0", "0.17.1", "0.20.2", "0.25.1", "0.26.0", "0.33.0"])
@@ -289,10 +289,10 @@ def test_what_somebody_else_asks_here_does_not_end_a_handshake() -> None:
             FLASH_ATTENTION,
             lambda rank, statement: None,
         )
-        with Interpreter(interpretation) as here:
+        with interpreting(interpretation) as port:
             for message in (b"\xc1", b"", msgspec.msgpack.encode(7), question_for("rank", 0)):
-                assert ask(Address(HOST, here.port), message) == [b""]
-            assert ask(Address(HOST, here.port), question_for("stage and rank", 0))[0]
+                assert ask(Address(HOST, port), message) == [b""]
+            assert ask(Address(HOST, port), question_for("stage and rank", 0))[0]
 
 
 # -- what is read, and what is not ------------------------------------------------------------
@@ -451,11 +451,11 @@ class TestWhereNoOtherReleaseIsAccepted:
         asked: list[Interpretation] = []
 
         @contextmanager
-        def interpreter(interpretation: Interpretation) -> Iterator[Any]:
+        def interpreter(interpretation: Interpretation) -> Iterator[int]:
             asked.append(interpretation)
-            yield SimpleNamespace(port=1)
+            yield 1
 
-        monkeypatch.setattr("kvpatch.peer.interpreter.Interpreter", interpreter)
+        monkeypatch.setattr("kvpatch.peer.interpreter.interpreting", interpreter)
         params = {**EVERY, **answer(release)}
         ((called, _),) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
@@ -163,5 +163,5 @@ def test_states_of_other_types_and_as_many_bytes(tmp_path: Path, says: bool) -> 
 def test_an_older_release_is_status_2(tmp_path: Path) -> None:
     case = CASES["cpu float32 P 128, D 32"]
 
-    with pytest.raises(CannotPlan, match=r"vLLM 0\.25\.1, which is before 0\.26\.0"):
+    with pytest.raises(BadOptions, match=r"vLLM 0\.25\.1, which is before 0\.26\.0"):
         pair_of(case, "0.25.1", tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.known_names import known
 from kvpatch.tools.planning.model import Model, read_model
 
@@ -82,5 +82,5 @@ def test_negative_control_another_entry_is_noticed(
     ],
 )
 def test_others_are_no_guess(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(CannotPlan, match=says):
+    with pytest.raises(BadOptions, match=says):
         _read(tmp_path, {**_CONFIGS["LlamaForCausalLM"], **changes})

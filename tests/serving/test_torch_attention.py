@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM 0.32 is not installed")
 
 from kvpatch.worker.cache_kinds import ROWS  # noqa: E402
-from kvpatch.worker.kinds_of_layers import kind_of_backend  # noqa: E402
+from kvpatch.worker.registered_caches import kind_of_backend  # noqa: E402
 
 pytestmark = pytest.mark.serving
 

@@ -22,7 +22,7 @@ from kvpatch.checks.tables import (
     HoldTable,
     generation_of,
 )
-from kvpatch.core.errors import NoAnswer
+from kvpatch.core.errors import PeerRefused
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.checked_transfer import CheckedTransfer
@@ -167,7 +167,7 @@ def test_what_is_on_its_way_is_waited_for_until_the_lease_is_over(tables, monkey
         time.sleep(PAUSE_SECONDS)
     check.ends = time.monotonic() - 3600.0
     assert check.answer(silent) is None, "not by the first poll behind that"
-    with pytest.raises(NoAnswer, match="its lease is over"):
+    with pytest.raises(PeerRefused, match="its lease is over"):
         for _ in range(12):
             time.sleep(PAUSE_SECONDS)
             assert check.answer(silent) is None

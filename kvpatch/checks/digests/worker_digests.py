@@ -36,9 +36,8 @@ from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.load.prepared_transfers import CheckLoad, CheckMakers, RankRead, RequestContext
 from kvpatch.load.read_request import DIGEST, ReadRequest, groups
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import Book
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof

@@ -20,9 +20,9 @@ from kvpatch.checks.tables import (
     is_still_to_come,
     word_address,
 )
-from kvpatch.core.errors import NoAnswer, ReadRefused
-from kvpatch.load.prepared_transfers import RankRead, RequestContext
+from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.load.read_request import HOLD, ReadRequest
+from kvpatch.load.reader import RankRead, RequestContext
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
@@ -87,7 +87,7 @@ class HoldCheck(TableRead[HoldTable]):
             nixl: the agent, as the thread may use it that calls this.
 
         Raises:
-            NoAnswer: the word cannot be read, or has not come by the end of the lease.
+            PeerRefused: the word cannot be read, or has not come by the end of the lease.
             Exception: NIXL's.
         """
         found = self._word(nixl, time.monotonic())
@@ -95,7 +95,7 @@ class HoldCheck(TableRead[HoldTable]):
             return None  # all places for words are taken
         if found is None:  # for as long as a transfer of the release's would take
             if time.monotonic() > self.ends and self._patience.is_over():
-                raise NoAnswer(
+                raise PeerRefused(
                     f"{self.agent} has not answered, and its lease is over",
                     "see whether P is alive and can be reached from here, and send the request "
                     "again",
@@ -161,7 +161,7 @@ class HoldCheck(TableRead[HoldTable]):
         if state == "PROC" or self._landing is None:
             return None
         if state != "DONE":
-            raise NoAnswer(
+            raise PeerRefused(
                 f"whether {self.agent} holds its blocks could not be read: {state}",
                 "see whether P is alive and can be reached from here, and send the request again",
             )

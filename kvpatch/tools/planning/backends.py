@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder
 from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
@@ -60,11 +60,11 @@ _DEFAULTS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
 
 
 def backend_named(name: str | None, device: str, *, is_mla: bool) -> Backend:
-    """Finds a backend by its name, or the default one; raises :class:`CannotPlan` for others."""
+    """Finds a backend by its name, or the default one; raises :class:`BadOptions` for others."""
     if name is None and not is_mla:
         name = _DEFAULTS.get(device)
     if name is None:
-        raise CannotPlan(
+        raise BadOptions(
             f"not planned for: the attention backend that vLLM chooses on this {device}",
             "write attention-backend into the section kvpatch, and block-size (the log of vLLM "
             'says "Using ... backend")',
@@ -73,7 +73,7 @@ def backend_named(name: str | None, device: str, *, is_mla: bool) -> Backend:
     if found is None or found.is_mla != is_mla:
         what = "latents (MLA)" if is_mla else "keys and values"
         known = (one.name for one in BACKENDS.values() if one.is_mla == is_mla)
-        raise CannotPlan(
+        raise BadOptions(
             f"not planned for: {what} of the attention backend {name}",
             f"use one of {', '.join(known)}",
         )

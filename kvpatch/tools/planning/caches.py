@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from types import SimpleNamespace
 
-from kvpatch.core.errors import CannotPlan, UnplannableCopy
+from kvpatch.core.errors import BadOptions, UnplannableCopy
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.state_shares import Rank
@@ -145,7 +145,7 @@ def _states(
         try:
             sizes = layer.division.sizes_bytes(Rank(rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
-            raise CannotPlan(
+            raise BadOptions(
                 f"{engine.role}: not planned for: recurrent states: {error}",
                 "use a --tensor-parallel-size that divides them",
             ) from error

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.core.version import __version__
@@ -56,7 +56,7 @@ def describe(
 
     Raises:
         BadOptions: the command is none, or vLLM does not take it.
-        CannotPlan: the installed release, or the engine, cannot be described.
+        BadOptions: the installed release, or the engine, cannot be described.
         ReleaseNotKnown: there is no vLLM, or it is none of kvpatch's releases.
     """
     variables, arguments = _split(command)
@@ -65,7 +65,7 @@ def describe(
     facts = installed_facts()
     if not facts.server_arguments:
         first = next(known.release for known in FACTS.values() if known.server_arguments)
-        raise CannotPlan(
+        raise BadOptions(
             f"not described: vLLM {facts.release}, which is before {first}", _ARGUMENTS
         )
     settings.set_variables({"VLLM_LOGGING_LEVEL": found.get("VLLM_LOGGING_LEVEL", "ERROR")})
@@ -187,7 +187,7 @@ class _Describing:
         return json.loads(json.dumps(asked, default=str)), config
 
     def _refuse(self, config: Any) -> None:
-        """Raises CannotPlan for an engine that one rank without a device does not stand for."""
+        """Raises BadOptions for an engine that one rank without a device does not stand for."""
         drafting, what = config.speculative_config, ""
         is_asked = config.cache_config.user_specified_block_size
         if drafting is not None and (drafting.use_eagle() or drafting.uses_draft_model()):
@@ -195,7 +195,7 @@ class _Describing:
         elif self.backend is not None and (not is_asked or config.model_config.is_hybrid):
             what = f"blocks of {self.backend} on another platform, without --block-size"
         if what:
-            raise CannotPlan(f"not described: {what}", _ARGUMENTS)
+            raise BadOptions(f"not described: {what}", _ARGUMENTS)
 
     @contextmanager
     def _built(self, config: Any) -> Iterator[None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.worker.state_division import StateDivision
 
@@ -113,7 +113,7 @@ class Caches:
         return tuple(tuple(numbers[name] for name in group) for group in self.groups)
 
     def check(self, source: str) -> None:
-        """Raises :class:`CannotPlan` for caches that a plan does not know."""
+        """Raises :class:`BadOptions` for caches that a plan does not know."""
         kinds = {one.kind for one in self.layers}
         shapes = {
             (one.kind == LATENT, one.kv_heads, one.head_dim, one.value_dim, one.dtypes)
@@ -132,7 +132,7 @@ class Caches:
         elif len(states) > 1 or () in states:
             found = "these recurrent states"
         if found:
-            raise CannotPlan(f"{source}: not planned for: {found}", SEND_ONE)
+            raise BadOptions(f"{source}: not planned for: {found}", SEND_ONE)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpatch.core import settings
-from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
@@ -115,7 +115,7 @@ def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None
 
     Raises:
         BadOptions: they are wrong, or do not say enough.
-        CannotPlan: they ask for what is not planned for.
+        BadOptions: they ask for what is not planned for.
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
     check_names(arguments)
@@ -169,7 +169,7 @@ class _Reading:
         )
 
     def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
-        raise CannotPlan(f"{self.arguments.source}: not planned for: {what}", cure)
+        raise BadOptions(f"{self.arguments.source}: not planned for: {what}", cure)
 
     def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
         """Refuses what changes caches or transfers in ways that are not worked out here."""
@@ -268,7 +268,7 @@ class _Reading:
         for names in _LAYOUTS.values():
             if name in names:
                 return names[facts.names_layouts]
-        raise CannotPlan(
+        raise BadOptions(
             f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.core.errors import SEND_ONE, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.peer import peer_hash as hashed
 from kvpatch.tools.planning.arguments import plain
 from kvpatch.tools.planning.engine import PlannedEngine
@@ -101,12 +101,12 @@ def unlike_factors(pair: Pair) -> list[Factor]:
     names = pair.decode.facts.hash_factors if is_hashed(pair) else frozenset()
     for one in found:
         if one.name not in (*names, *_CONTENT):
-            raise CannotPlan(
+            raise BadOptions(
                 f"not planned for: {one}, which vLLM {release} does not compare", one.cure
             )
     for name, value in ((hashed.CROSS_LAYERS, True), (hashed.MODE, "push")):
         if theirs[name] == ours[name] == value:
-            raise CannotPlan(f"not planned for: {_FACTORS[name][0]} {value}", SEND_ONE)
+            raise BadOptions(f"not planned for: {_FACTORS[name][0]} {value}", SEND_ONE)
     return found
 
 

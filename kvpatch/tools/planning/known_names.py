@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 
 from kvpatch.core import settings
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import EngineArguments, nearest, plain
 
 #: Options that a description answers by its caches, where both sides have them alike.
@@ -33,7 +33,7 @@ def known(what: str) -> frozenset[str]:
 
 
 def check_names(arguments: EngineArguments) -> None:
-    """Raises :class:`CannotPlan` for options and variables that a plan does not take."""
+    """Raises :class:`BadOptions` for options and variables that a plan does not take."""
     source = arguments.source
     options = known("options") | {*(ANSWERED if arguments.described else ())}
     for name in (one for one in arguments.options if one.removeprefix("no_") not in options):
@@ -41,9 +41,9 @@ def check_names(arguments: EngineArguments) -> None:
         if name == "calculate_kv_scales":
             hint = ": each engine computes scales of its own, and they are not sent"
         cure = DESCRIBE if name in ANSWERED else _LEAVE_OUT
-        raise CannotPlan(f"{source}: not planned for: --{plain(name)}{hint}", cure)
+        raise BadOptions(f"{source}: not planned for: --{plain(name)}{hint}", cure)
     variables = known("variables")
     for name in sorted(arguments.environment.keys() - variables):
         if name.startswith(_OURS) and not name.startswith(_FAMILIES):
             hint = "" if name in settings.NAMES else nearest(name, (*settings.NAMES, *variables))
-            raise CannotPlan(f"{source}: not planned for: {name}{hint}", _LEAVE_OUT)
+            raise BadOptions(f"{source}: not planned for: {name}{hint}", _LEAVE_OUT)

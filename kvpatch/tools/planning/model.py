@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import as_mapping
 from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, Caches, Layer
 from kvpatch.tools.planning.known_names import DESCRIBE, known
@@ -86,7 +86,7 @@ def find_config(model: str, given: Path | None) -> Path:
 
 
 def read_model(path: Path) -> Model:
-    """Reads the config.json of a known model; raises :class:`CannotPlan` for another one."""
+    """Reads the config.json of a known model; raises :class:`BadOptions` for another one."""
     try:
         content = as_mapping(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +99,7 @@ def read_model(path: Path) -> Model:
     if name not in known("architectures") or content.get("global_head_dim"):
         what = f"architecture {name}"
     if what:
-        raise CannotPlan(f"{path}: not planned for: {what}", DESCRIBE)
+        raise BadOptions(f"{path}: not planned for: {what}", DESCRIBE)
     heads = _number(content, path, "num_attention_heads")
     is_mla = content.get("kv_lora_rank") is not None
     if is_mla:
@@ -135,7 +135,7 @@ def _windows(content: Mapping[str, Any], path: Path, every: int | None) -> tuple
     window, kinds = content.get("sliding_window"), content.get("layer_types") or ()
     if kinds and (len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}):
         strange = ", ".join(sorted(map(str, set(kinds))))
-        raise CannotPlan(f"{path}: not planned for: {len(kinds)} layers of {strange}", DESCRIBE)
+        raise BadOptions(f"{path}: not planned for: {len(kinds)} layers of {strange}", DESCRIBE)
     if not window or content.get("use_sliding_window") is False:
         return (0,) * layers
     window = _number(content, path, "sliding_window")
@@ -144,5 +144,5 @@ def _windows(content: Mapping[str, Any], path: Path, every: int | None) -> tuple
     every = every or content.get("sliding_window_pattern", every)
     if every is None:
         what = f"a window of {window} in layers that it does not name"
-        raise CannotPlan(f"{path}: not planned for: {what}", DESCRIBE)
+        raise BadOptions(f"{path}: not planned for: {what}", DESCRIBE)
     return tuple(0 if every and (n + 1) % every == 0 else window for n in range(layers))

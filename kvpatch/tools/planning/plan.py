@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.engine import engine_of
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
@@ -85,7 +85,7 @@ def plan_pair(
     plan = Plan(pair, stock, kvpatch, tuple(findings(pair)))
     if plan.configured.outcome is Outcome.UNKNOWN:
         cure = f"{stock.cure}, or set {settings.ENABLE}=true on D"
-        raise CannotPlan(f"not planned for: {stock.reason}", cure)
+        raise BadOptions(f"not planned for: {stock.reason}", cure)
     return plan
 
 

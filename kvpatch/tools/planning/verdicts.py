@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import BadOptions
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
 from kvpatch.peer.cpu_keys import word_of
@@ -35,7 +35,7 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
 
     Raises:
         BadOptions: a variable of kvpatch's holds what it cannot take.
-        CannotPlan: the pair is not planned for.
+        BadOptions: the pair is not planned for.
     """
     p, d = pair.sides
     for reason, cure in (found for side in pair.sides for found in start_problems(side)):
@@ -44,13 +44,13 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     factors = unlike_factors(pair)
     shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
     if d.caches.states and p.tp_size != d.tp_size and shares:
-        raise CannotPlan("not planned for: states over ranks that share KV heads", _SAME_RANKS)
+        raise BadOptions("not planned for: states over ranks that share KV heads", _SAME_RANKS)
     exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
     stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
     is_read = not all(isinstance(one, Stock) for one in exact)
     if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
         what = "drafts with layers in a pair of unlike engines"
-        raise CannotPlan(f"not planned for: {what}", "make both engines alike, or leave drafts out")
+        raise BadOptions(f"not planned for: {what}", "make both engines alike, or leave drafts out")
     return stock, ours
 
 
