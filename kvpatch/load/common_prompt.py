@@ -17,7 +17,7 @@ from kvpatch.load.shared_tokens import context_ranks
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import counted_group, has_state, still_has
-from kvpatch.worker.speculative_decoding import reserves_slots
+from kvpatch.worker.speculative_decoding import drafted_tokens, reserves_slots
 from kvpatch.worker.state import scheduler_state
 
 _LOG = logging.getLogger("kvpatch.prompts")
@@ -170,7 +170,8 @@ def _held_of_longer(
     """Returns what P surely holds, and what at most, where it names blocks and states no count.
 
     Its last block may be partly empty, which shows only where the prompt goes on behind it, and
-    where its blocks are known to be as large as D's.
+    where its blocks are known to be as large as D's. So may be the slots for the tokens that P
+    drafts: as many as D drafts, since a draft model has caches of its own on both sides.
     """
     peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
     number = counted_group(scheduler, facts)
@@ -180,7 +181,8 @@ def _held_of_longer(
     blocks = len(named[number])
     if blocks * block_tokens >= end:
         return PlannedLoad(end, end)
-    return PlannedLoad((blocks - 1) * block_tokens, blocks * block_tokens)
+    sure = (blocks - 1) * block_tokens - drafted_tokens(scheduler.vllm_config)
+    return PlannedLoad(max(0, sure), blocks * block_tokens)
 
 
 def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.load.common_prompt import PromptLoads, _held_of_longer
 from kvpatch.worker.state import scheduler_state
 
 
@@ -93,3 +93,16 @@ def test_answers_without_a_name_are_each_their_own() -> None:
         request = _Request(number)
         del request.kv_transfer_params["remote_request_id"]
         assert not loads.is_again(scheduler, request)
+
+
+@pytest.mark.parametrize(("method", "sure"), [(None, 32), ("ngram", 32), ("eagle", 28)])
+def test_slots_for_drafted_tokens_hold_none_of_the_prompt(method: str | None, sure: int) -> None:
+    """A stock P of 31 tokens names three blocks of 16 where it drafts four (<= 0.20)."""
+    scheduler = _scheduler("0.14.1")
+    scheduler.block_size = 16
+    scheduler.vllm_config.speculative_config = (
+        None if method is None else SimpleNamespace(method=method, num_speculative_tokens=4)
+    )
+    assert scheduler_state(scheduler).equal_peers.learn("P", 2, 2)
+    answer = {"remote_engine_id": "P", "remote_block_ids": [5, 3, 8]}
+    assert _held_of_longer(scheduler, answer, 60, FACTS["0.14.1"]) == (sure, 48)
