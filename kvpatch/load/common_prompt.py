@@ -175,11 +175,14 @@ def _held_of_longer(
     """
     peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
     number = counted_group(scheduler, facts)
-    named = groups(params.get("remote_block_ids") or ())
-    if number is None or number >= len(named) or not peers.knows(str(params["remote_engine_id"])):
+    named, engine_id = groups(params.get("remote_block_ids") or ()), str(params["remote_engine_id"])
+    if number is None or number >= len(named) or not peers.knows(engine_id):
         return PlannedLoad(end, end)
     blocks = len(named[number])
     if blocks * block_tokens >= end:
+        return PlannedLoad(end, end)
+    can_fail = facts.failed_loads != "unknown"  # as it does where such a P is an equal one
+    if can_fail and peers.doubt(engine_id, blocks, end, block_tokens):
         return PlannedLoad(end, end)
     sure = (blocks - 1) * block_tokens - drafted_tokens(scheduler.vllm_config)
     return PlannedLoad(max(0, sure), blocks * block_tokens)

@@ -106,3 +106,21 @@ def test_slots_for_drafted_tokens_hold_none_of_the_prompt(method: str | None, su
     assert scheduler_state(scheduler).equal_peers.learn("P", 2, 2)
     answer = {"remote_engine_id": "P", "remote_block_ids": [5, 3, 8]}
     assert _held_of_longer(scheduler, answer, 60, FACTS["0.14.1"]) == (sure, 48)
+
+
+@pytest.mark.parametrize(("blocks_of", "whole"), [(32, True), (16, False)])
+def test_a_p_of_larger_blocks_is_not_taken_for_an_equal_one_for_good(
+    blocks_of: int, whole: bool
+) -> None:
+    """It was, by a trimmed prompt; of an equal one, whose prompts are shorter, a part is loaded."""
+    scheduler, facts = _scheduler("0.14.1"), FACTS["0.14.1"]
+    scheduler.block_size, scheduler.vllm_config.speculative_config = 16, None
+    peers = scheduler_state(scheduler).equal_peers
+    assert peers.learn("P", 4, 4)
+    for tokens in (100, 150, 200, 250):
+        shorter = 0 if blocks_of == 32 else 40
+        count = -(-(tokens - shorter) // blocks_of)
+        answer = {"remote_engine_id": "P", "remote_block_ids": list(range(count))}
+        found = _held_of_longer(scheduler, answer, tokens, facts)
+        peers.learn("P", count, -(-found.remote_tokens // 16))  # as the scheduler sends the load
+    assert (found.tokens == tokens) == whole
