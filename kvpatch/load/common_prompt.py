@@ -12,7 +12,14 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line
-from kvpatch.load.read_request import HOLD, PlannedLoad, PlannedLoads, groups, leave_unread
+from kvpatch.load.read_request import (
+    HOLD,
+    PlannedLoad,
+    PlannedLoads,
+    groups,
+    leave_unread,
+    stated_tokens,
+)
 from kvpatch.load.shared_tokens import context_ranks
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
@@ -145,7 +152,7 @@ def _is_loading(request: Any) -> bool:
 def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
     """Returns what a request loads of the first ``end`` tokens of its prompt."""
     params = request.kv_transfer_params
-    stated, held = read_prompt(params), params.get("remote_num_tokens") or None  # from 0.21 on
+    stated, held = read_prompt(params), stated_tokens(params)
     common = None
     if stated is not None:
         common = stated.common_tokens(request, names_images=names_images(scheduler))

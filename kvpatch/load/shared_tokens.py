@@ -39,7 +39,7 @@ def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     parameters = request.kv_transfer_params or {}
     if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
         return True
-    held = parameters.get("remote_num_tokens")
+    held = read_request.stated_tokens(parameters)
     held = held or read_request.prefilled_tokens(scheduler, request, facts)
     blocks = -(-held // (int(scheduler.block_size) * ranks))
     found = {len(group) for group in read_request.groups(parameters["remote_block_ids"])}

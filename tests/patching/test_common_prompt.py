@@ -124,3 +124,17 @@ def test_a_p_of_larger_blocks_is_not_taken_for_an_equal_one_for_good(
         found = _held_of_longer(scheduler, answer, tokens, facts)
         peers.learn("P", count, -(-found.remote_tokens // 16))  # as the scheduler sends the load
     assert (found.tokens == tokens) == whole
+
+
+@pytest.mark.parametrize("stated", ["134", 134.0, "many", None, 0, -1])
+def test_a_count_that_is_none_ends_no_engine(stated: object) -> None:
+    """As it comes where the patch transfer_params is off; stock looks at none for such a load."""
+    scheduler = _scheduler()
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+    scheduler.vllm_config.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    request = _Request()
+    request.kv_transfer_params |= {"remote_engine_id": "P", "remote_num_tokens": stated}
+    scheduler.block_size, request.num_tokens = 16, 137
+    assert PromptLoads().plan(scheduler, request, 0, 137) == 137
