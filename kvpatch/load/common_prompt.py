@@ -182,7 +182,8 @@ def _held_of_longer(
     """
     peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
     number = counted_group(scheduler, facts)
-    named, engine_id = groups(params.get("remote_block_ids") or ()), str(params["remote_engine_id"])
+    engine_id = str(params.get("remote_engine_id"))
+    named = groups(params.get("remote_block_ids") or ())
     if number is None or number >= len(named) or not peers.knows(engine_id):
         return PlannedLoad(end, end)
     blocks = len(named[number])
