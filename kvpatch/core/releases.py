@@ -117,8 +117,6 @@ class ReleaseFacts:
     has_validation_errors: bool = True
     #: the server takes an empty text beside embeddings for no prompt.
     skips_empty_prompts: bool = False
-    #: a request that the server refuses comes to the scheduler to be ended.
-    notices_bad_requests: bool = True
     #: the scheduler keeps how many tokens of a request were cached here.
     counts_prefix_hits: bool = True
     #: the configuration has a list of all sizes that a block may have.
@@ -349,7 +347,6 @@ _0_10_0 = ReleaseFacts(
     failed_loads="unknown",
     has_validation_errors=False,
     skips_empty_prompts=True,
-    notices_bad_requests=False,
     counts_prefix_hits=False,
     asks_for_kernel_sizes=False,
     loads_whole_blocks_only=True,
@@ -540,7 +537,6 @@ _0_21_0 = replace(
     connector_version=3,
     agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
     books_cuts_of_peers=False,
-    notices_bad_requests=True,
     reads_back=True,
     answer=_0_20_2.answer | {"remote_num_tokens"},
     params=_0_20_2.params | {"remote_num_tokens"},

@@ -56,13 +56,11 @@ class RequestLimits:
     """What a request's parameters are held against.
 
     Attributes:
-        prompt_tokens: of the prompt, or the most that one may have where it is not at hand.
         max_model_len: that a prompt of this engine may have.
         is_push: whether P writes, so that no blocks of its are named (from 0.24).
         allows_peer: whether D may connect to a host and a port.
     """
 
-    prompt_tokens: int
     max_model_len: int
     is_push: bool = False
     allows_peer: Callable[[str, int], bool] = lambda host, port: True
@@ -125,9 +123,8 @@ def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestL
     _check_names(params, facts)
     _check_address(params, limits)
     if not limits.is_push:
-        is_turn = not params.get("do_remote_prefill")  # of which the peer may hold more
-        most = limits.max_model_len if is_turn else limits.prompt_tokens
-        _check_blocks(params[_BLOCKS], facts, max(most, 1) + _MORE_BLOCKS)
+        # The peer may hold more than this prompt: a longer one, or the answer to an earlier turn.
+        _check_blocks(params[_BLOCKS], facts, max(limits.max_model_len, 1) + _MORE_BLOCKS)
     time = params.get(_EXPIRY)
     is_time = isinstance(time, int | float) and -_MOST_SECONDS <= time <= _MOST_SECONDS
     if time is not None and _EXPIRY in facts.params and not is_time:

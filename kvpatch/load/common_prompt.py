@@ -14,10 +14,23 @@ from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.load import read_request
-from kvpatch.load.read_request import HOLD, PlannedLoad, PlannedLoads, groups, leave_unread
+from kvpatch.load.read_request import (
+    HOLD,
+    PlannedLoad,
+    PlannedLoads,
+    groups,
+    leave_unread,
+    stated_tokens,
+)
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
-from kvpatch.worker.kv_cache_groups import counted_group, has_state, reserves_slots, still_has
+from kvpatch.worker.kv_cache_groups import (
+    counted_group,
+    drafted_tokens,
+    has_state,
+    reserves_slots,
+    still_has,
+)
 from kvpatch.worker.state import scheduler_state
 
 _LOG = logging.getLogger("kvpatch.prompts")
@@ -139,7 +152,7 @@ def _is_loading(request: Any) -> bool:
 def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
     """Returns what a request loads of the first ``end`` tokens of its prompt."""
     params = request.kv_transfer_params
-    stated, held = read_prompt(params), params.get("remote_num_tokens") or None  # from 0.21 on
+    stated, held = read_prompt(params), stated_tokens(params)
     common = None
     if stated is not None:
         common = stated.common_tokens(request, names_images=names_images(scheduler))
@@ -164,17 +177,23 @@ def _held_of_longer(
     """Returns what P surely holds, and what at most, where it names blocks and states no count.
 
     Its last block may be partly empty, which shows only where the prompt goes on behind it, and
-    where its blocks are known to be as large as D's.
+    where its blocks are known to be as large as D's. So may be the slots for the tokens that P
+    drafts: as many as D drafts, since a draft model has caches of its own on both sides.
     """
     peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
     number = counted_group(scheduler, facts)
+    engine_id = str(params.get("remote_engine_id"))
     named = groups(params.get("remote_block_ids") or ())
-    if number is None or number >= len(named) or not peers.knows(str(params["remote_engine_id"])):
+    if number is None or number >= len(named) or not peers.knows(engine_id):
         return PlannedLoad(end, end)
     blocks = len(named[number])
     if blocks * block_tokens >= end:
         return PlannedLoad(end, end)
-    return PlannedLoad((blocks - 1) * block_tokens, blocks * block_tokens)
+    can_fail = facts.failed_loads != "unknown"  # as it does where such a P is an equal one
+    if can_fail and peers.doubt(engine_id, blocks, end, block_tokens):
+        return PlannedLoad(end, end)
+    sure = (blocks - 1) * block_tokens - drafted_tokens(scheduler.vllm_config)
+    return PlannedLoad(max(0, sure), blocks * block_tokens)
 
 
 def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:
@@ -220,7 +239,7 @@ def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     parameters = request.kv_transfer_params or {}
     if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
         return True
-    held = parameters.get("remote_num_tokens")
+    held = read_request.stated_tokens(parameters)
     held = held or read_request.prefilled_tokens(scheduler, request, facts)
     blocks = -(-held // (int(scheduler.block_size) * ranks))
     found = {len(group) for group in read_request.groups(parameters["remote_block_ids"])}

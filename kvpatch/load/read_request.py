@@ -178,12 +178,18 @@ def loaded_tokens(
         return found._replace(tokens=own) if 0 < own < found.tokens else found
     prompt = prefilled_tokens(scheduler, request, facts)
     parameters = request.kv_transfer_params or {}
-    held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
+    held = stated_tokens(parameters) or prompt
     # A prefill engine that reads back an earlier turn wants what there is of it.
     tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
     if facts.loads_whole_blocks_only:
         tokens -= tokens % scheduler.block_size
     return PlannedLoad(tokens, held)
+
+
+def stated_tokens(parameters: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens a peer says that it holds (from 0.21 on); None where it does not."""
+    held = parameters.get("remote_num_tokens")  # a proxy's text, where transfer_params is off
+    return held if isinstance(held, int) and held > 0 else None
 
 
 def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:

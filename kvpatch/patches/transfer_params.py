@@ -80,7 +80,7 @@ def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
     if transfer is not None and transfer.kv_connector in _NIXL and extra:
         most = int(config.model_config.max_model_len)
         is_push = transfer.kv_connector == _PUSH
-        checked(extra.get(FIELD), facts, RequestLimits(most, most, is_push, allowed_peers().allows))
+        checked(extra.get(FIELD), facts, RequestLimits(most, is_push, allowed_peers().allows))
 
 
 def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
@@ -116,7 +116,7 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
     for each in connectors_of(instance):
         if isinstance(each, connector):
             book = scheduler_state(each.connector_scheduler).book
-            _take_checked(request, facts, _limits_of(instance, each, request, facts), book)
+            _take_checked(request, facts, _limits_of(instance, each), book)
     return wrapped(request)
 
 
@@ -134,13 +134,9 @@ def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book
         )
 
 
-def _limits_of(core: Any, connector: Any, request: Any, facts: ReleaseFacts) -> RequestLimits:
-    # A request that was refused at the server comes in to be ended, with another prompt.
-    is_notice = facts.notices_bad_requests and request.abort_immediately
-    most = int(core.max_model_len)
+def _limits_of(core: Any, connector: Any) -> RequestLimits:
     return RequestLimits(
-        prompt_tokens=most if is_notice else int(request.num_prompt_tokens),
-        max_model_len=most,
+        max_model_len=int(core.max_model_len),
         is_push=is_push(connector.connector_scheduler),
         allows_peer=allowed_peers().allows,
     )

@@ -22,12 +22,16 @@ from kvpatch.worker.state import held_by
 if TYPE_CHECKING:
     from kvpatch.peer.agent_metadata import AgentMetadata
 
+#: Those that all releases answer, and that may be false or empty.
+_FLAGS = frozenset(("do_remote_prefill", "do_remote_decode", "remote_block_ids"))
 #: Of all answers, those fields that some release has.
 _FIELDS = frozenset[str]().union(*(facts.answer for facts in FACTS.values()))
 #: What a P's words must mean the same in, to be taken for our own release's.
 _MEANINGS = ("question", "reader_count", "cache_shape", "names_layouts", "has_cache_groups")
 #: The only field that a P which has it may answer null for.
 NULLABLE = frozenset(("remote_blocks_expiry_time",))
+#: The only one that a P which has it answers 0 for.
+_ZERO = "remote_registration_generation"
 _MOST_ID = 1024
 
 Releases = tuple[str, ...]
@@ -39,7 +43,8 @@ def releases_by_answer(params: Mapping[str, Any]) -> Releases:
     A proxy with types of its own adds null for fields that P did not send.
     """
     named = _FIELDS & params.keys()
-    stated = {name for name in named if params[name] is not None}
+    stated = {n for n in named if params[n] or (n == _ZERO and params[n] is not None)}
+    stated |= named & _FLAGS
     fit = {n: f.answer for n, f in FACTS.items() if f.answer - NULLABLE <= stated <= f.answer}
     return tuple(name for name in fit if fit[name] == named) or tuple(fit)
 

@@ -166,10 +166,10 @@ def placing_on(device: torch.device) -> PlaceOnDevice:
     if device.type != "cuda":
         return place_on_device
     try:
-        from kvpatch.transfer.placing_kernel import is_right_on, place_by_kernel
+        from kvpatch.transfer.placing_kernel import is_right_on, place_surely
     except ImportError:  # torch without Triton
         return place_on_device
-    return place_by_kernel if is_right_on(device) else place_on_device
+    return place_surely if is_right_on(device) else place_on_device
 
 
 def done() -> bool:

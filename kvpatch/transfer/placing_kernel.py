@@ -72,6 +72,9 @@ class _Row(NamedTuple):
     target_numbers: int
 
 
+#: Of a compiler that fails: also in a request, for it compiles for each number of axes anew.
+_NO_KERNEL = TritonError, OSError, SubprocessError
+
 #: By bytes.
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -134,6 +137,21 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     )
 
 
+def place_surely(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
+    """As :func:`place_by_kernel`; by indexing where the kernel cannot be compiled.
+
+    Raises:
+        UnplannableCopy: a move has more units than the kernel can count.
+    """
+    try:
+        place_by_kernel(staging, into)
+    except _NO_KERNEL as error:
+        _LOG.warning(
+            "Triton's kernel is not there for a copy, which takes more launches: %s", error
+        )
+        place_on_device(staging, into)
+
+
 def is_right_on(device: torch.device) -> bool:
     """Returns True if the kernel runs on a device, and places there what indexing places.
 
@@ -156,7 +174,7 @@ def is_right_on(device: torch.device) -> bool:
             placement = Placement("", 0, address, strides, segments, layers)
             place(staging, [(Bytes(address, memory), placement)])
         is_right = bool(torch.equal(found, expected))
-    except (TritonError, RuntimeError, OSError, SubprocessError) as error:
+    except (RuntimeError, *_NO_KERNEL) as error:
         _LOG.warning(
             "Triton's kernel does not run on %s: copies take more launches: %s", device, error
         )

@@ -181,6 +181,13 @@ def reserves_slots(vllm_config: Any) -> bool:
     return speculation is not None and speculation.method not in _WITHOUT_SLOTS
 
 
+def drafted_tokens(vllm_config: Any) -> int:
+    """Returns how many slots an engine may reserve behind a prompt for drafted tokens."""
+    if not reserves_slots(vllm_config):
+        return 0
+    return int(vllm_config.speculative_config.num_speculative_tokens)
+
+
 def hides_ends_of_lists(
     vllm_config: Any, groups: Sequence[Group], *, layers_differ_in_shape: bool
 ) -> bool:

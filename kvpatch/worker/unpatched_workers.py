@@ -39,6 +39,11 @@ def require(slug: str) -> None:
         )
 
 
+_TIMES_LARGER = (2, 4, 8, 16)
+#: Prompts in a row; a proxy that makes prompts longer does not make them so many times as long.
+_DOUBTS = 3
+
+
 class EqualBlockPeers:
     """The peers of one scheduler whose blocks have turned out to be as large as its own.
 
@@ -50,6 +55,8 @@ class EqualBlockPeers:
     def __init__(self) -> None:
         #: False behind a prompt that says otherwise: P's may be another prompt, or was before.
         self._known: RecentEngines[bool] = RecentEngines()
+        #: Prompts in a row whose lists a P of so many times larger blocks would have named too.
+        self._larger: RecentEngines[dict[int, int]] = RecentEngines()
 
     def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
         """True if the peer is such a one.
@@ -69,6 +76,23 @@ class EqualBlockPeers:
     def knows(self, engine_id: str) -> bool:
         """True if the peer has turned out to be such a one by some prompt."""
         return engine_id in self._known
+
+    def doubt(self, engine_id: str, blocks: int, tokens: int, block_tokens: int) -> bool:
+        """Forgets a known peer that names too few blocks, several times, as one of larger blocks.
+
+        A trimmed prompt may have as many blocks here as P's own has there.
+
+        Args:
+            tokens: of D's prompt.
+            block_tokens: of D's blocks.
+        """
+        before = self._larger.get(engine_id, {})
+        fit = (k for k in _TIMES_LARGER if -(-tokens // (k * block_tokens)) == blocks)
+        found = self._larger[engine_id] = {k: before.get(k, 0) + 1 for k in fit}
+        if max(found.values(), default=0) < _DOUBTS:
+            return False
+        del self._known[engine_id], self._larger[engine_id]
+        return True
 
 
 def is_guarded(

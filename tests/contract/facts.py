@@ -434,9 +434,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         found.name == "VLLMValidationError" for found in classes(s.release, "vllm.exceptions")
     ),
     "skips_empty_prompts": _skips_empty_prompts,
-    "notices_bad_requests": lambda s: (
-        "abort_immediately" in s.parameters("vllm.v1.request", "Request.__init__")
-    ),
     "counts_prefix_hits": lambda s: (
         "self.prefill_stats" in s.body("vllm.v1.request", "Request.__init__")
     ),

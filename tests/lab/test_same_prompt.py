@@ -190,6 +190,19 @@ def test_other_lengths_beside_a_stock_p(
         pair.assert_right(prompt)
 
 
+def test_p_is_told_of_a_far_shorter_prompt(lab: Lab, pair: Pair) -> None:
+    """P names more blocks than D's prompt has tokens; it does not keep them for its whole lease."""
+    ask = pair.prefilled(pair.stage.prompt(10 * _TOKENS))
+    prompt = pair.like(ask.prompt, _BLOCK)
+    if not FACTS[lab.release].names_remote_request:  # P is told by the name that D's request has
+        prompt = replace(prompt, name=ask.prompt.name)
+
+    assert pair.decoded(prompt, ask.answer).status == _FINISHED
+
+    pair.assert_right(prompt)
+    assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}
+
+
 def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
     """A proxy whose fields are typed sends an empty text for what P did not send."""
     pair = beside_stock

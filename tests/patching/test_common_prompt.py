@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.load.common_prompt import PromptLoads, _held_of_longer
 from kvpatch.worker.state import scheduler_state
 
 
@@ -93,3 +93,48 @@ def test_answers_without_a_name_are_each_their_own() -> None:
         request = _Request(number)
         del request.kv_transfer_params["remote_request_id"]
         assert not loads.is_again(scheduler, request)
+
+
+@pytest.mark.parametrize(("method", "sure"), [(None, 32), ("ngram", 32), ("eagle", 28)])
+def test_slots_for_drafted_tokens_hold_none_of_the_prompt(method: str | None, sure: int) -> None:
+    """A stock P of 31 tokens names three blocks of 16 where it drafts four (<= 0.20)."""
+    scheduler = _scheduler("0.14.1")
+    scheduler.block_size = 16
+    scheduler.vllm_config.speculative_config = (
+        None if method is None else SimpleNamespace(method=method, num_speculative_tokens=4)
+    )
+    assert scheduler_state(scheduler).equal_peers.learn("P", 2, 2)
+    answer = {"remote_engine_id": "P", "remote_block_ids": [5, 3, 8]}
+    assert _held_of_longer(scheduler, answer, 60, FACTS["0.14.1"]) == (sure, 48)
+
+
+@pytest.mark.parametrize(("blocks_of", "whole"), [(32, True), (16, False)])
+def test_a_p_of_larger_blocks_is_not_taken_for_an_equal_one_for_good(
+    blocks_of: int, whole: bool
+) -> None:
+    """It was, by a trimmed prompt; of an equal one, whose prompts are shorter, a part is loaded."""
+    scheduler, facts = _scheduler("0.14.1"), FACTS["0.14.1"]
+    scheduler.block_size, scheduler.vllm_config.speculative_config = 16, None
+    peers = scheduler_state(scheduler).equal_peers
+    assert peers.learn("P", 4, 4)
+    for tokens in (100, 150, 200, 250):
+        shorter = 0 if blocks_of == 32 else 40
+        count = -(-(tokens - shorter) // blocks_of)
+        answer = {"remote_engine_id": "P", "remote_block_ids": list(range(count))}
+        found = _held_of_longer(scheduler, answer, tokens, facts)
+        peers.learn("P", count, -(-found.remote_tokens // 16))  # as the scheduler sends the load
+    assert (found.tokens == tokens) == whole
+
+
+@pytest.mark.parametrize("stated", ["134", 134.0, "many", None, 0, -1])
+def test_a_count_that_is_none_ends_no_engine(stated: object) -> None:
+    """As it comes where the patch transfer_params is off; stock looks at none for such a load."""
+    scheduler = _scheduler()
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+    scheduler.vllm_config.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    request = _Request()
+    request.kv_transfer_params |= {"remote_engine_id": "P", "remote_num_tokens": stated}
+    scheduler.block_size, request.num_tokens = 16, 137
+    assert PromptLoads().plan(scheduler, request, 0, 137) == 137

@@ -31,7 +31,7 @@ from tests.bad_params import bad_params
 pytestmark = pytest.mark.patching
 
 _FORM = FACTS["0.33.0"]
-_LIMITS = RequestLimits(prompt_tokens=150, max_model_len=1024)
+_LIMITS = RequestLimits(max_model_len=1024)
 #: As P of 0.33.0 answers.
 _OWN: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -173,7 +173,7 @@ def test_to_0_12_a_list_of_ids_and_no_name_of_the_request_do() -> None:
 def test_in_push_mode_no_blocks_are_named() -> None:
     params = {**_OWN}
     del params["remote_block_ids"]
-    pushes = RequestLimits(prompt_tokens=150, max_model_len=1024, is_push=True)
+    pushes = RequestLimits(max_model_len=1024, is_push=True)
 
     checked(params, _FORM, pushes)
     del params["tp_size"]
@@ -181,13 +181,11 @@ def test_in_push_mode_no_blocks_are_named() -> None:
         checked(params, _FORM, pushes)
 
 
-def test_as_many_blocks_as_the_prompt_can_have() -> None:
-    checked({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _LIMITS)
-    with pytest.raises(ParamsRefused, match="has 215 block ids"):
-        checked({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _LIMITS)
-    # Of an earlier turn D may hold more than P is asked.
-    turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
-    checked({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _LIMITS)
+def test_as_many_blocks_as_a_prompt_can_have() -> None:
+    """P may hold more than D is asked: D loads what both prompts have in common, and tells P."""
+    checked({**_OWN, "remote_block_ids": [list(range(1024 + 64))]}, _FORM, _LIMITS)
+    with pytest.raises(ParamsRefused, match="has 1089 block ids"):
+        checked({**_OWN, "remote_block_ids": [list(range(1024 + 65))]}, _FORM, _LIMITS)
 
 
 def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
@@ -290,7 +288,7 @@ def test_a_peer_that_is_not(host: str, port: int) -> None:
     allowed = parse(_LISTED)
 
     assert not allowed.allows(host, port)
-    limits = RequestLimits(prompt_tokens=150, max_model_len=1024, allows_peer=allowed.allows)
+    limits = RequestLimits(max_model_len=1024, allows_peer=allowed.allows)
     with pytest.raises(ParamsRefused, match="remote_host .* KVPATCH_ALLOWED_PEERS"):
         checked({**_OWN, "remote_host": host, "remote_port": port}, _FORM, limits)
 

@@ -462,5 +462,17 @@ class TestWhereNoOtherReleaseIsAccepted:
         assert called == ((HOST if asked else "host"), 1, 2, "p")
         assert all(question_of(one.releases) == FACTS[release].question for one in asked)
 
+    @pytest.mark.parametrize("release", RELEASES)
+    @pytest.mark.parametrize("typed", ["0.21.0", "0.26.0", "0.28.0", "0.29.0", "0.33.0"])
+    def test_nor_does_a_proxy_make_it_newer_whose_types_have_zeroes(
+        self, release, typed, monkeypatch
+    ):
+        """As protobuf's have them, for fields that P did not send; and for null."""
+        zeroes = dict.fromkeys(FACTS[typed].answer, 0)
+        zeroes |= {"remote_request_id": "", "transfer_mode": "", "remote_blocks_expiry_time": 0.0}
+        zeroes = {name: zeroes[name] for name in FACTS[typed].answer}
+        own = {name: value for name, value in answer(release).items() if value is not None}
+        assert self.shake_hands(release, {**zeroes, **own}, monkeypatch)
+
     def test_a_newer_p_that_is_asked_alike_is_stocks(self, monkeypatch):
         assert self.shake_hands("0.31.0", answer("0.33.0"), monkeypatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -134,6 +134,18 @@ def test_a_word_that_is_not_written_yet_is_waited_for(tables):
 def test_a_word_that_never_comes_is_that_of_a_p_that_has_started_anew(tables, monkeypatch):
     monkeypatch.setattr(check_module, "_MOST_POLLS", 20)
     assert not tables.ask(generation_of(START, 1))
+
+
+def test_a_turns_word_may_come_behind_a_long_step_of_d(tables, monkeypatch):
+    """D writes it with the next step, and a step may take seconds that is under way."""
+    monkeypatch.setattr(check_module, "_MOST_POLLS", 3)
+    generation = generation_of(START, 1)
+    check = replace(tables.check(generation), is_read_back=True)
+    for _ in range(50):
+        assert check.answer(tables.world.decode) is None
+        time.sleep(PAUSE_SECONDS)
+    tables.prefill.hold("a", generation)
+    assert answer(check, tables.world)
 
 
 def test_a_freeze_of_any_length_fails_no_word_that_comes_behind_it(tables, monkeypatch):

@@ -40,7 +40,7 @@ def as_cuda(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_it_places_what_indexing_places(kernel: ModuleType, as_cuda: Any) -> None:
     """The trial that an engine makes before it uses the kernel."""
     assert kernel.is_right_on(CPU)
-    assert placing_on(as_cuda) is kernel.place_by_kernel
+    assert placing_on(as_cuda) is kernel.place_surely
     assert placing_on(CPU) is place_on_device
 
 
@@ -72,6 +72,29 @@ def test_one_that_does_not_compile_is_not_used(
     monkeypatch.setattr(kernel, "place_by_kernel", no_compiler)
     assert placing_on(as_cuda) is place_on_device
     assert "Failed to find C compiler" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["full disk", "no assembler"])
+def test_one_that_does_not_compile_later_is_left_out(
+    kernel: ModuleType, as_cuda: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Triton compiles for each number of axes, in the midst of a request, which ends no read."""
+    from triton.errors import TritonError
+
+    by_kernel, place = kernel.place_by_kernel, placing_on(as_cuda)
+    error = OSError(28, "No space left on device") if kind == "full disk" else TritonError("ptxas")
+
+    class NoKernel:
+        def __getitem__(self, _: Any) -> Any:
+            raise error
+
+    def as_in_a_read(staging: torch.Tensor, into: Any) -> None:
+        monkeypatch.setattr(kernel, "place_by_kernel", by_kernel)
+        place(staging, into)
+
+    monkeypatch.setattr(kernel, "_copy", NoKernel())
+    monkeypatch.setattr(kernel, "place_by_kernel", as_in_a_read)
+    assert kernel.is_right_on(CPU), "it places what indexing places"
 
 
 def test_more_than_it_can_count_is_refused(

@@ -33,6 +33,9 @@ _LOG = logging.getLogger("kvpatch.staging")
 _ASK_AGAIN_SECONDS = 1.0
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
+#: The same at the word of an earlier turn: D writes it with the step behind its answer, however
+#: long the one takes that is under way (asynchronous scheduling).
+_MOST_POLLS_OF_TURN = 60_000
 _MOST_PEERS = 4096
 
 
@@ -43,16 +46,21 @@ class HoldCheck(TableRead[HoldTable]):
     Args:
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
         ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
+        is_read_back: whether a P reads an earlier turn back from a D.
     """
 
     vouched: float
     ends: float = inf
+    is_read_back: bool = False
     _asked: float | None = field(default=None, init=False)
 
     proves_hold = True
 
     def __post_init__(self) -> None:
-        self._patience = Patience(_MOST_POLLS)
+        self._patience = self._new_patience()
+
+    def _new_patience(self) -> Patience:
+        return Patience(_MOST_POLLS_OF_TURN if self.is_read_back else _MOST_POLLS)
 
     @property
     def is_due(self) -> bool:
@@ -108,7 +116,7 @@ class HoldCheck(TableRead[HoldTable]):
         if found == self.generation:
             self.vouched = self._asked
         self.table.missed.pop((self.agent, self.remote_table), None)
-        self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
+        self._asked, self._next, self._patience = None, 0.0, self._new_patience()
         return found == self.generation
 
     def _give_up(self, nixl: Any, error: Exception, *, has_begun: bool) -> None:
@@ -211,5 +219,6 @@ def _of_rank(
     vouched = time.monotonic() if context.arrived is None else context.arrived
     ends = rank.lease.granted if rank.lease.heartbeats is None else inf
     return HoldCheck(
-        table, rank.agent, address, hold.generation, vouched, is_paced=rank.is_paced, ends=ends
+        *(table, rank.agent, address, hold.generation, vouched, ends, context.is_read_back),
+        is_paced=rank.is_paced,
     )
