@@ -11,6 +11,7 @@ shared_tensors  those that layers share are left in once
                 the release registers what is left
 unlike_engines  the worker is given its reader
 named_factors   the worker says how peers with another hash differ
+metrics         it describes itself in its metrics
 
 Each is a patch's, and is left out where that is off or not needed.
 """
@@ -41,8 +42,8 @@ def registration_step(
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what adds to
             answers that begin as the worker registers (``<= 0.11.0``); of ``stale_blocks`` and
-            ``digests``, what makes the table; of ``host_buffer``, what makes the buffer and
-            returns its tensors.
+            ``digests``, what makes the table; of ``metrics``, what is shown of the worker; of
+            ``host_buffer``, what makes the buffer and returns its tensors.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -107,6 +108,8 @@ def _register(
         from kvpatch.peer.compared_hash import compare_by_factor
 
         compare_by_factor(release, checks=reads)
+    if "metrics" in steps:
+        steps["metrics"](release)
     return result
 
 

@@ -197,7 +197,7 @@ def test_another_platform_takes_its_backend_from_the_command_line(
     path = tmp_path / "d.json"
     path.write_text(json.dumps(described["cuda"]))
 
-    engine = engine_of("D", read_arguments(path))
+    engine = engine_of("D", read_arguments(str(path)))
 
     assert (engine.device, engine.backend.name) == ("cuda", "FLASH_ATTN")
     assert (engine.caches.block_tokens, engine.kernel_tokens) == (64, 64)
