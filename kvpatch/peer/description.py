@@ -242,7 +242,12 @@ def published(release: ReleaseWorker) -> str | None:
     if own is not None and hashed is not None:
         hashed.setdefault(peer_hash.MODE, own.values[peer_hash.MODE])
         found["hash"] = {"digest": own.digest, "factors": hashed}
-    return base64.b64encode(zlib.compress(json.dumps(found).encode())).decode()
+    return packed(found)
+
+
+def packed(content: Mapping[str, Any]) -> str:
+    """Packs a description into a metric's label."""
+    return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
 
 
 def unpacked(text: str) -> Mapping[str, Any]:

@@ -81,15 +81,14 @@ def published_by(url: str) -> Mapping[str, Any]:
     """
     found = {one.get("packed", "") for one in samples_of(text_of(url, METRICS), DESCRIPTION)}
     if not found:
-        reason = f"{url} has no description in its metrics"
-        raise BadOptions(reason, NO_DESCRIPTION)
+        raise BadOptions(f"{url} has no description in its metrics", NO_DESCRIPTION)
     if len(found) > 1:
         raise BadOptions(f"{url} has engines of several descriptions", "describe each by itself")
     try:
         return unpacked(found.pop())
     except ValueError as error:
         reason = f"{url} has a description that cannot be read: {error}"
-        raise BadOptions(reason, "use one kvpatch here and there") from None
+        raise BadOptions(reason, "use one kvpatch for both") from None
 
 
 def description_in(content: Mapping[str, Any], source: str) -> Description:
