@@ -48,7 +48,10 @@ install_torch() {
     if ! install --dry-run --no-deps "torch==$torch+cpu" 2>/dev/null; then
         say "pip finds no CPU build of torch $torch: uv fetches it from PyTorch's own index"
         install uv
-        "$env/bin/uv" pip install --quiet --python "$python" --torch-backend cpu "torch==$torch" >&2
+        if ! "$env/bin/uv" pip install --quiet --python "$python" --torch-backend cpu "torch==$torch" >&2; then
+            say "that index cannot be reached: set KVPATCH_TORCH_INDEX to one that has torch $torch+cpu"
+            exit 1
+        fi
     fi
 }
 

@@ -11,6 +11,7 @@ shared_tensors  those that layers share are left in once
                 the release registers what is left
 unlike_engines  the worker is given its reader
 named_factors   the worker says how peers with another hash differ
+metrics         it describes itself in its metrics
 
 Each is a patch's, and is left out where that is off or not needed.
 """
@@ -40,7 +41,8 @@ def registration_step(
 
     Args:
         part: watches a worker's loads (``failed_loads``), adds to answers (``unlike_engines``
-            ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), or makes the buffer
+            ``<= 0.11.0``), makes a table (``stale_blocks``, ``digests``), says what is
+            shown of the worker (``metrics``), or makes the buffer
             and returns its tensors (``host_buffer``).
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
@@ -102,6 +104,8 @@ def _register(
         from kvpatch.peer.compared_hash import compare_by_factor
 
         compare_by_factor(release, checks=reads)
+    if "metrics" in steps:
+        steps["metrics"](release)
     return result
 
 

@@ -191,8 +191,16 @@ HOST_WAITING = Metric(
     is_of_scheduler=True,
 )
 
+DESCRIPTION = Metric(
+    "kvpatch_description",
+    "gauge",
+    "The engine's description, which kvpatch describe --url reads: its caches, compatibility hash "
+    "and settings; no address.",
+    "packed",
+)
+
 METRICS = (
     *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, PROMPTS, HELD, DIGESTS),
     *(DIGEST_ALARMS, POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
-    *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),
+    *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING, DESCRIPTION),
 )

@@ -30,13 +30,24 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
+from kvpatch.load.registration import registration_step
 from kvpatch.observe import book as payload
+from kvpatch.observe.catalogue import DESCRIPTION
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.telemetry import Telemetry
 from kvpatch.worker.engine_steps import Around, amend, around
+from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import front_end_state, scheduler_state, worker_state
 
 # --- a worker ---------------------------------------------------------------------
+
+
+def _show_description(release: ReleaseWorker) -> None:
+    from kvpatch.peer.description import published
+
+    found = published(release)
+    if found is not None:
+        worker_state(release.worker).book.add(DESCRIPTION, 1, found)
 
 
 def _record_transfer(wrapped: Callable[..., Any], instance: Any, res: Any) -> Any:
@@ -164,6 +175,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.prom_metrics_init(facts.stats): _prom_init,
         seams.prom_metrics_observe(facts.stats): _prom_observe,
     }
+    if facts.server_arguments:  # others are not described
+        found |= registration_step(facts, _show_description)
     if facts.failed_loads == "as failed":
         found[seams.transfer_results(facts)] = Step(around, Around(after=_report_results))
     else:  # what failed_loads has changed is behind a wrapper of its own

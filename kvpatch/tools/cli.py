@@ -152,7 +152,7 @@ class PlanOptions:
     prefill: Annotated[
         str,
         typer.Argument(
-            help="P: a file of vllm serve --config, or a description (.json).",
+            help="P: a file of vllm serve --config, a description (.json), or an engine's URL.",
             show_default=False,
         ),
     ]
@@ -181,9 +181,7 @@ class PlanOptions:
             "platform": self.platform,
             "attention-backend": self.attention_backend,
         }
-        prefill, decode = (
-            read_arguments(Path(one), overrides) for one in (self.prefill, self.decode)
-        )
+        prefill, decode = (read_arguments(one, overrides) for one in (self.prefill, self.decode))
         return plan_pair(prefill, decode, self.model_config)
 
 
@@ -318,12 +316,15 @@ def plan(asked: PlanOptions) -> None:
 @app.command("describe", context_settings={"ignore_unknown_options": True})
 def describe(
     command: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Behind --: vllm serve and its arguments, variables first (NAME=value).",
             show_default=False,
         ),
-    ],
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Ask the engine behind this API server instead.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write it there, not to stdout.")] = None,
     platform: Annotated[
         str | None, typer.Option(help="Of the engine, where it is not this machine's.")
@@ -332,15 +333,30 @@ def describe(
         str | None, typer.Option(help="That vLLM chooses there, as its log names it.")
     ] = None,
 ) -> None:
-    """Ask the installed vLLM what an engine's caches will be; needs no device and no weights.
+    """Ask the installed vLLM what an engine's caches will be, or a running engine what they are.
+
+    The first needs no device and no weights, the second no vLLM.
 
     The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
     cannot be said.
     """
     with exit_statuses():
+        _write(_described(command or [], url, platform, attention_backend), output)
+
+
+def _described(
+    command: list[str], url: str | None, platform: str | None, attention_backend: str | None
+) -> Mapping[str, Any]:
+    if url is None:
         from kvpatch.tools.planning.describe import describe as described
 
-        _write(described(command, platform, attention_backend), output)
+        return described(command, platform, attention_backend)
+    from kvpatch.core.errors import BadOptions
+    from kvpatch.tools.planning.description import published_by
+
+    if command or platform or attention_backend:
+        raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
+    return published_by(url)
 
 
 def _write(description: Mapping[str, Any], output: Path | None) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kvpatch.peer.description import unpacked
 from kvpatch.tools.api_server import METRICS, labels_of, text_of
 
 _SAMPLE = re.compile(r"^(kvpatch_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -68,13 +69,31 @@ def report(values: Values) -> EngineReport:
             is_well=False,
         )
     refused = sum(_of(values, "refusals_total").values())
-    parts = (_loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
+    parts = (_engine, _loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
     return EngineReport(sentences, is_well=not (_not_received(values) or refused))
 
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
     return values.get(f"kvpatch_{name}", {})
+
+
+def _engine(values: Values) -> Iterator[str]:
+    for packed in _of(values, "description"):
+        try:
+            told = unpacked(packed)
+            caches, about, hashed = told["caches"], told["about"], told["hash"]
+            found = (
+                f"It runs vLLM {told['vllm']} on {about['platform']} with "
+                f"{about['attention-backend']}: blocks of {caches['block_tokens']} tokens in "
+                f"kernel blocks of {caches['kernel_tokens']}, {caches['layout']}, "
+                f"{caches['cache_dtype']}, {len(caches['layers'])} layers"
+            )
+            digest = f"hash {hashed['digest']}" if hashed else "a hash that is not known"
+        except (KeyError, TypeError, ValueError):
+            yield "It describes itself in words of another kvpatch."
+        else:
+            yield f"{found}, {digest} (kvpatch describe --url writes the rest)."
 
 
 def _loads(values: Values) -> Iterator[str]:

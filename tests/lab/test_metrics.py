@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvpatch.core.releases import FACTS
+from kvpatch.peer.description import unpacked
+from kvpatch.peer.peer_hash import digest_of
 
 from . import test_stale_blocks as stale_blocks
 from .engine_api import Prompt, Told
@@ -240,3 +242,25 @@ def test_a_host_buffer(stage: Stage, lab: Lab) -> None:
         "kvpatch_host_buffer_blocks reserved": blocks,
         "kvpatch_host_buffer_blocks filled": blocks,
     }
+
+
+@pytest.mark.every_release
+def test_an_engine_describes_itself(stage: Stage, lab: Lab) -> None:
+    if not FACTS[lab.release].server_arguments:
+        pytest.skip("this release's engines are not described")
+    spec = engine(block_tokens=32)
+    prefill, decode = stage.prefill(spec), stage.decode(spec)
+    teller = Teller(decode, lab.release)
+    introduce(decode, stage.prompts(1, TOKENS), prefill)
+
+    (name,) = (name for name in teller.tell() if name.startswith("kvpatch_description "))
+    found = unpacked(name.partition(" ")[2])
+
+    caches, hashed = found["caches"], found["hash"]
+    assert found["about"]["release"] == lab.release
+    assert (caches["block_tokens"], caches["kv_heads"]) == (spec.block_tokens, spec.kv_heads)
+    shapes = {(one["kv_heads"], one["head_dim"]) for one in caches["layers"]}
+    assert (len(caches["layers"]), shapes) == (spec.layers, {(spec.kv_heads, spec.head_dim)})
+    names = FACTS[lab.release].hash_factors
+    assert digest_of({one: hashed["factors"][one] for one in names}) == hashed["digest"]
+    assert teller.tell() == {}, "it is told once"

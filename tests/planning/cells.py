@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpatch.peer.description import FULL, STATE, Caches, Layer
 from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.description import FULL, STATE, Caches, Description, Layer
+from kvpatch.tools.planning.description import Description
 from kvpatch.tools.planning.engine import PlannedEngine, Role, engine_of
 from kvpatch.tools.planning.pair import Outcome, Pair
 from tests.lab.case import Case, EngineSpec

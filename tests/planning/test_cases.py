@@ -15,8 +15,39 @@ from kvpatch.tools.cli import app
 
 pytestmark = pytest.mark.patching
 
-_CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
-_PAIRS: dict[str, dict[str, Any]] = _CASES["pairs"]
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text("utf-8"))
+    return found
+
+
+def _merged(*parts: Any) -> Any:
+    """Mappings within one another; the last word counts."""
+    if not all(isinstance(one, dict) for one in parts):
+        return parts[-1]
+    names = dict.fromkeys(name for one in parts for name in one)
+    return {name: _merged(*(one[name] for one in parts if name in one)) for name in names}
+
+
+def _side(pair: dict[str, Any], side: str) -> dict[str, Any]:
+    """A side of public.yaml: what it has by default, with P and D on two machines."""
+    hosts = {"p": "10.0.0.1", "d": "10.0.0.2"}
+    about = {"release": "0.32.0", "machine": side, "env": {_HOST: hosts[side]}}
+    default = {"kv-transfer-config": _TRANSFER, "kvpatch": about}
+    asked = _merged(pair["both"], pair.get(side, {}))
+    if "kv-transfer-config" in asked:
+        default.pop("kv-transfer-config")
+    return _merged(default, asked)
+
+
+_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+_CASES, _PUBLIC = _read("cases.yaml"), _read("public.yaml")
+_MODELS: dict[str, Any] = _CASES["models"] | _PUBLIC["models"]
+_PAIRS: dict[str, dict[str, Any]] = _CASES["pairs"] | {
+    name: pair | {side: _side(pair, side) for side in "pd"}
+    for name, pair in _PUBLIC["pairs"].items()
+}
 #: Cures that helped nobody in these pairs.
 _NO_CURES = {
     "c6_srt_dsv4": "use one --block-size",
@@ -32,7 +63,7 @@ def _write(name: str, folder: Path) -> list[str]:
     for side in "pd":
         content = json.loads(json.dumps(_PAIRS[name][side]))
         config = folder / f"{side}.json"
-        config.write_text(json.dumps(_CASES["models"][content["kvpatch"]["model-config"]]))
+        config.write_text(json.dumps(_MODELS[content["kvpatch"]["model-config"]]))
         content["kvpatch"]["model-config"] = config.name
         path = folder / f"{side}.yaml"
         path.write_text(yaml.safe_dump(content))

@@ -208,3 +208,39 @@ def test_neither_vllm_nor_torch_is_imported(tmp_path):
 
     assert ended.returncode == 1, ended.stderr
     assert json.loads(ended.stdout)["kvpatch"]["outcome"] == "identical"
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "sentence"),
+    [
+        ({"KVPATCH_PEER_KEYS": "columns"}, 0, ""),
+        ({"KVPATCH_PEER_KEYS": "tiles"}, 1, "P has another order"),
+        ({"KVPATCH_PEER_KEYS": "rows"}, 2, "write columns or tiles"),
+        (
+            {"KVPATCH_PEER_KEYS": "columns", "KVPATCH_PEER_BLOCK_SIZE": "64"},
+            1,
+            "declares blocks of",
+        ),
+        ({"KVPATCH_PEER_KEYS": "columns", "KVPATCH_TRANSFER": "staged"}, 0, ""),
+        (
+            {
+                "KVPATCH_PEER_KEYS": "columns",
+                "KVPATCH_TRANSFER": "staged",
+                "KVPATCH_STAGING_BYTES": "1024",
+            },
+            1,
+            "bytes of staging pool",
+        ),
+    ],
+)
+def test_what_d_is_told_of_p(tmp_path, variables, status, sentence):
+    """P's processor has no AMX, and no handshake says so."""
+    about = {"platform": "cpu", "attention-backend": None}
+    p = write_side(tmp_path, "p", about={**about, "amx": False})
+    env = {"ENABLE_KVPATCH": "true", **variables}
+    d = write_side(tmp_path, "d", about={**about, "amx": True}, env=env)
+
+    found = _plan(p, d)
+
+    assert found[0] == status, found[1]
+    assert sentence in " ".join(found[1].replace("│", " ").split())

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvpatch.peer.description import packed, unpacked
 from kvpatch.peer.peer_hash import digest_of
 from kvpatch.tools.cli import app
+from kvpatch.tools.engine_report import report, values_of
+from kvpatch.tools.planning import description
 from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.description import DESCRIPTION
 from kvpatch.tools.planning.engine import engine_of
 
 from .described import described
@@ -197,7 +201,7 @@ def test_another_platform_takes_its_backend_from_the_command_line(
     path = tmp_path / "d.json"
     path.write_text(json.dumps(described["cuda"]))
 
-    engine = engine_of("D", read_arguments(path))
+    engine = engine_of("D", read_arguments(str(path)))
 
     assert (engine.device, engine.backend.name) == ("cuda", "FLASH_ATTN")
     assert (engine.caches.block_tokens, engine.kernel_tokens) == (64, 64)
@@ -240,3 +244,39 @@ def test_what_is_no_command_is_status_2(command: list[str], says: str) -> None:
     found = CliRunner().invoke(app, ["describe", *command])
 
     assert found.exit_code == 2 and says in found.output
+
+
+def _published(content: dict[str, Any]) -> str:
+    text = packed({**content, "about": {**content["about"], "running": True}})
+    return f'{DESCRIPTION}{{engine="0",packed="{text}"}} 1.0\n'
+
+
+def test_a_running_engine_is_planned_by_its_url(
+    described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its metrics; tests/serving compares those of engines with what describe says."""
+    shown = {
+        "http://like:1": _published(described[_QWEN]),
+        "http://unlike:1": _published(described["heads"]) + _published(described[_QWEN]),
+        "http://odd:1": _published(described["float16"]),
+        "http://none:1": "",
+    }
+    monkeypatch.setattr(description, "text_of", lambda url, _: shown[url])
+    d = tmp_path / "d.json"
+    asked = CliRunner().invoke(app, ["describe", "--url", "http://like:1", "--output", str(d)])
+    assert asked.exit_code == 0, asked.output
+
+    found = {url: CliRunner().invoke(app, ["plan", url, str(d)]) for url in shown}
+
+    assert [one.exit_code for one in found.values()] == [0, 2, 1, 2]
+    assert "several descriptions" in found["http://unlike:1"].output
+    assert "use one --dtype" in found["http://odd:1"].output
+    assert "has no description" in found["http://none:1"].output
+    sentence = report(values_of(shown["http://like:1"])).sentences[0]
+    assert described[_QWEN]["hash"]["digest"] in sentence
+
+
+@pytest.mark.parametrize("text", ["eJw=", "", "x", packed({})[:-8], "bnVsbA=="])
+def test_what_is_no_description_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        unpacked(text)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.patching
 
 def _engine(folder: Path, role: str, **changes: Any) -> PlannedEngine:
     path = write_side(folder, role, **changes)
-    return engine_of(role.upper(), read_arguments(path))  # type: ignore[arg-type]
+    return engine_of(role.upper(), read_arguments(str(path)))  # type: ignore[arg-type]
 
 
 def _pair(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> Pair:

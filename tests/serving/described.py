@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
 from kvpatch.tools.api_server import answer_of
-from kvpatch.tools.verify.engine import Engine, command, environment
+from kvpatch.tools.engine_report import report_of
+from kvpatch.tools.planning.description import published_by
+from kvpatch.tools.verify.engine import HOST, Engine, command, environment
 from tests.lab.side_channel import ask_patiently, question
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +57,30 @@ def disagreements(engine: Engine) -> list[str]:
     spoilt["caches"]["layers"][0]["page_bytes"] += 1
     spoilt["hash"]["digest"] = ""
     assert list(_unlike(spoilt, told, payload))[:2] == ["hash", "bytes"]
-    return [f"{engine.spec.name}: {name}" for name in _unlike(planned, told, payload)]
+    unlike = [*_unlike(planned, told, payload), *_published_otherwise(engine, planned)]
+    return [f"{engine.spec.name}: {name}" for name in unlike]
+
+
+def _published_otherwise(engine: Engine, planned: dict[str, Any]) -> Iterator[str]:
+    """The names of what a running engine publishes otherwise; a stock one publishes nothing."""
+    if not engine.spec.kvpatch:
+        with pytest.raises(BadOptions, match="has no description"):
+            published_by(engine.url)
+        return
+    published = published_by(engine.url)
+    assert planned["hash"]["digest"] in report_of(engine.url).sentences[0]
+    assert published["about"].pop("running") is True
+    for name in ("caches", "hash", "about", "vllm"):
+        if published[name] != planned[name]:
+            yield f"published {name}"
+    asked = json.loads(json.dumps(planned["options"]))
+    asked["kv_transfer_config"].pop("kv_connector_extra_config", None)
+    for name in ("model", "kv_transfer_config"):
+        if published["options"][name] != asked[name]:
+            yield f"published {name}"
+    said = json.dumps(published)
+    if any(secret in said for secret in (HOST, _PORT, "_HOST", str(engine.port))):
+        yield "an address is published"
 
 
 def _unlike(

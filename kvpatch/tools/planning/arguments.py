@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core.errors import BadOptions
+from kvpatch.peer.description import RUNNING
 from kvpatch.tools.planning.description import Description, description_in, read_json
 
 SECTION = "kvpatch"
@@ -26,7 +27,7 @@ _PARTS = ("options", "about", ENV)
 #: The entries that the section may have.
 ABOUT = (
     *("release", "platform", "attention-backend", "amx", "machine"),
-    *("model-config", ENV),
+    *("model-config", ENV, RUNNING),
 )
 
 
@@ -64,16 +65,20 @@ class EngineArguments:
         return self.environment.get(variable, "").strip().lower() in ("1", "true")
 
 
-def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineArguments:
+def read_arguments(source: str, overrides: Mapping[str, Any] | None = None) -> EngineArguments:
     """Reads an engine's arguments from its file and the section beside it; overrides win.
+
+    Args:
+        source: a file, or the URL of a running engine.
 
     Raises:
         BadOptions: there is no such file, or it holds something else.
     """
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    description = read_json(path)
+    description = read_json(source)
     if description is not None:
-        return _of_description(description, path, given)
+        return _of_description(description, source, given)
+    path = Path(source)
     content = _load(path)
     beside = path.with_name(f"{path.stem}.{SECTION}{path.suffix}")
     about = {
@@ -91,16 +96,16 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
 
 
 def _of_description(
-    content: Mapping[str, Any], path: Path, given: Mapping[str, Any]
+    content: Mapping[str, Any], source: str, given: Mapping[str, Any]
 ) -> EngineArguments:
     """Reads a described engine's; the command line may not contradict them."""
-    options, about, env = (as_mapping(content.get(name), str(path)) for name in _PARTS)
-    about = _section(about, str(path))
+    options, about, env = (as_mapping(content.get(name), source) for name in _PARTS)
+    about = _section(about, source)
     for name, value in given.items():
         if about.setdefault(name, value) != value:
-            raise BadOptions(f"{path} describes another {name}", f"leave out --{name}")
-    described = description_in(content, path)
-    return EngineArguments(str(path), options, about, _variables(env), described)
+            raise BadOptions(f"{source} describes another {name}", f"leave out --{name}")
+    described = description_in(content, source)
+    return EngineArguments(source, options, about, _variables(env), described)
 
 
 def _section(content: Any, where: str) -> dict[str, Any]:

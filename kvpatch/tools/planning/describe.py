@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +22,11 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, ReleaseFacts
-from kvpatch.core.version import __version__
 from kvpatch.peer import peer_hash
 from kvpatch.peer.compared_hash import own_factors
-from kvpatch.tools.planning.description import NUMBER, SCHEMA, STATE, Caches, Layer
+from kvpatch.peer.description import TRANSFER, Caches, caches_of, content_of
 from kvpatch.worker.kv_cache_groups import spec_of
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state_division import state_division
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
@@ -38,11 +36,6 @@ _VLLMS_ERRORS = (*_ERRORS, TypeError, ValueError)
 _ARGUMENTS = "give kvpatch plan the engine's arguments"
 #: More than any cache takes; nothing is allocated.
 _MEMORY_BYTES = 1 << 50
-#: The settings of the connector that a plan reads; the rest is each engine's own.
-_TRANSFER = (
-    *("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_module_path"),
-    *("enable_permute_local_kv", "kv_connector_extra_config"),
-)
 
 
 def describe(
@@ -131,32 +124,20 @@ class _Describing:
 
     def described(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The description of the engine of these arguments."""
-        import torch
-        import vllm
-        from vllm.platforms import current_platform
-
         asked, config = self._configured(arguments)
         self._refuse(config)
         parallel = config.parallel_config
         with _one_of(parallel.world_size), self._built(config):
             caches = self._caches(config)
             digest, hashed = self._hashed(config)
-        device = "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
-        about: dict[str, Any] = {"release": self.facts.release, "platform": self.platform or device}
-        if caches.attention:
-            about["attention-backend"] = self.backend or caches.first.backend
-        if about["platform"] == "cpu":
-            about["amx"] = torch.cpu._is_amx_tile_supported()
-        return {
-            SCHEMA: NUMBER,
-            "kvpatch": __version__,
-            "vllm": vllm.__version__,
-            "options": asked,
-            "about": about,
-            "env": dict(self.variables),
-            "caches": asdict(caches),
-            "hash": None if hashed is None else {"digest": digest, "factors": hashed},
-        }
+        found = content_of(self.facts, asked, self.variables, caches)
+        if self.platform:
+            found["about"]["platform"] = self.platform
+        if self.backend and caches.attention:
+            found["about"]["attention-backend"] = self.backend
+        if hashed is not None:
+            found["hash"] = {"digest": digest, "factors": hashed}
+        return found
 
     def _configured(self, arguments: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """Returns the options that were asked for, and vLLM's configuration of them."""
@@ -182,7 +163,7 @@ class _Describing:
         config = made.create_engine_config(UsageContext.OPENAI_API_SERVER)
         asked["model"], transfer = config.model_config.model, config.kv_transfer_config
         if transfer is not None:
-            found = {name: getattr(transfer, name) for name in _TRANSFER}
+            found = {name: getattr(transfer, name) for name in TRANSFER}
             asked["kv_transfer_config"] = {name: one for name, one in found.items() if one}
         return json.loads(json.dumps(asked, default=str)), config
 
@@ -238,24 +219,14 @@ class _Describing:
         if self.facts.groups_layers_first:
             memory.append(core.get_global_kv_cache_groups(config, [specs]))
         planned = core.get_kv_cache_configs(config, *memory)[0]
-        model, parallel = config.model_config, config.parallel_config
-        asked = str(config.cache_config.cache_dtype)
         by_layer = {
             name: spec_of(group.kv_cache_spec, name)
             for group in planned.kv_cache_groups
             for name in group.layer_names
         }
-        return Caches(
-            block_tokens=config.cache_config.block_size,
-            kernel_tokens=self._kernel_tokens(config, planned, backends),
-            layout=layout.name,
-            heads=model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
-            kv_heads=model.get_total_num_kv_heads(),
-            model_dtype=_name(model.dtype),
-            cache_dtype=_name(model.dtype) if asked == "auto" else asked,
-            layers=tuple(self._layer(config, name, layers[name], by_layer[name]) for name in specs),
-            groups=tuple(tuple(group.layer_names) for group in planned.kv_cache_groups),
-        )
+        kernel_tokens = self._kernel_tokens(config, planned, backends)
+        blocks = config.cache_config.block_size, kernel_tokens, layout.name
+        return caches_of(config, by_layer, planned.kv_cache_groups, layers, blocks, self.facts)
 
     def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
         """Tokens of the blocks that this rank's connector would register; 0 where unknown here."""
@@ -268,30 +239,6 @@ class _Describing:
         worker.block_size = config.cache_config.block_size
         owner._sync_block_size_with_kernel(worker)
         return int(worker.block_size)
-
-    def _layer(self, config: Any, name: str, layer: Any, spec: Any) -> Layer:
-        kind, backend = type(spec).__name__, layer.get_attn_backend().get_name()
-        of_all = (name, kind, backend, spec.block_size, spec.page_size_bytes)
-        if kind != STATE:
-            return Layer(
-                *of_all,
-                dtypes=(_name(spec.dtype),),
-                kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_size,
-                value_dim=getattr(spec, "head_size_v", spec.head_size),
-                window=getattr(spec, "sliding_window", None) or 0,
-            )
-        ranks = config.parallel_config.tensor_parallel_size
-        division = state_division(spec, ranks, config.model_config.hf_text_config, self.facts)
-        return Layer(
-            *of_all,
-            dtypes=tuple(map(_name, spec.dtypes)),
-            shapes=tuple(map(tuple, spec.shapes)),
-            parts=tuple(
-                (s.unit_bytes, tuple((part.units, part.is_copied) for part in s.parts))
-                for s in division.states
-            ),
-        )
 
     def _hashed(self, config: Any) -> tuple[str | None, dict[str, Any] | None]:
         """The hash that the release's own code makes, and the factors that come to it."""
@@ -310,7 +257,3 @@ class _Describing:
         is_push = getattr(config.kv_transfer_config, "kv_connector", "") == "NixlPushConnector"
         found[peer_hash.MODE] = "push" if is_push else "pull"  # known since the first of these
         return make(config, name, transfer_mode=found[peer_hash.MODE]), found
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

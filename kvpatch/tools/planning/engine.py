@@ -15,9 +15,9 @@ from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
-from kvpatch.tools.planning.arguments import EngineArguments, plain
+from kvpatch.peer.description import ITEM_BYTES, Caches
+from kvpatch.tools.planning.arguments import EngineArguments, nearest, plain
 from kvpatch.tools.planning.backends import Backend, backend_named
-from kvpatch.tools.planning.description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.known_names import DESCRIBE, check_names
 from kvpatch.tools.planning.model import Model, caches_of, find_config, read_model
 
@@ -28,6 +28,7 @@ _LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {
     "HND": ("HND", "LBHNC"),
     "NHD": ("NHD", "LBNHC"),
 }
+_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 #: Methods of speculative decoding whose drafts have no layers in the cache.
 _WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
@@ -177,12 +178,14 @@ class _Reading:
         has_buffer = environment.get(settings.HOST_BUFFER, "").lower() == "always"
         has_buffer |= device != "cpu" and transfer.get("kv_buffer_device") == "cpu"
         is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
+        connector = str(transfer.get("kv_connector"))
+        hint = nearest(connector, _CONNECTORS)
+        if connector == "MultiConnector":
+            hint = " (write the NixlConnector that is in it)"
         found = {
             "a buffer in host memory": has_buffer,
             "the memory of kvcached": arguments.is_on("ENABLE_KVCACHED"),
-            "MultiConnector (write the NixlConnector that is in it)": (
-                transfer.get("kv_connector") == "MultiConnector"
-            ),
+            f"the connector {connector}{hint}": bool(transfer) and connector not in _CONNECTORS,
             "--disable-hybrid-kv-cache-manager of several block tables": (
                 is_one and caches.has_groups
             ),

@@ -21,6 +21,7 @@ _OPTIONS = (
 _TYPES = "the cache's data type"
 #: Factors that change the meaning of a block's bytes.
 _CONTENT = ("num_hidden_layers", "num_kv_heads", "head_size", "dtype", _TYPES)
+_NIXLS = "NIXL's backends"
 _ONE_MODEL = "give both sides one model"
 #: By the hash's name of a factor, or a plan's own: its label and cure.
 _FACTORS: Mapping[str, tuple[str, str]] = {
@@ -37,6 +38,7 @@ _FACTORS: Mapping[str, tuple[str, str]] = {
     hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "give both sides the same"),
     hashed.MODE: ("transfer_mode", "use one kv_connector on both sides"),
     hashed.HYBRID: ("--disable-hybrid-kv-cache-manager", "give it to both or none"),
+    _NIXLS: (_NIXLS, "give both the same in kv_connector_extra_config"),
     **{name: (f"--{plain(name)}", "give both sides the same") for name in _OPTIONS},
 }
 _DRAFT = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
@@ -80,6 +82,7 @@ def _values(engine: PlannedEngine) -> dict[str, Any]:
         hashed.CROSS_LAYERS: crosses in ("true", "1"),
         hashed.MODE: "push" if is_push else "pull",
         hashed.HYBRID: bool(engine.arguments.option("disable_hybrid_kv_cache_manager")),
+        _NIXLS: engine.extra_config.get("backends") or ["UCX"],
         **{name: engine.arguments.option(name) or None for name in _OPTIONS},
     }
 

@@ -17,7 +17,11 @@ from kvpatch.tools.planning.arguments import EngineArguments, nearest, plain
 #: Options that a description answers by its caches, where both sides have them alike.
 ANSWERED = ("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers")
 #: The beginnings of variables that change neither the caches nor a transfer.
-_FAMILIES = ("VLLM_CPU_", "VLLM_DP_", "VLLM_LOGGING_", "VLLM_MOE_", "VLLM_USE_FLASHINFER_MOE_")
+_FAMILIES = (
+    *("VLLM_ALLREDUCE_", "VLLM_AUDIO_", "VLLM_CPU_", "VLLM_DEEPEP", "VLLM_DP_", "VLLM_IMAGE_"),
+    *("VLLM_LOGGING_", "VLLM_MAX_", "VLLM_MEDIA_", "VLLM_MOE_", "VLLM_RAY_"),
+    *("VLLM_ROCM_QUICK_REDUCE_", "VLLM_ROCM_USE_AITER", "VLLM_USE_FLASHINFER_MOE_", "VLLM_VIDEO_"),
+)
 #: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
 _OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 _LEAVE_OUT = "leave it out of the file to have the rest planned"

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
+from kvpatch.peer.description import FULL, LATENT, WINDOW, Caches, Layer
 from kvpatch.tools.planning.arguments import as_mapping
-from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, Caches, Layer
 from kvpatch.tools.planning.known_names import DESCRIBE, known
 
 #: Where config.json gives a window and does not name the layers that have it: each n-th layer has

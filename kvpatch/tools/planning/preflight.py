@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.core import settings
+from kvpatch.peer.description import RUNNING
 from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.pair import Pair
 
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _WILDCARDS = ("0.0.0.0", "::", "*")
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
@@ -30,6 +30,8 @@ class Finding:
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
     of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    if any(side.arguments.about.get(RUNNING) for side in pair.sides):
+        return of_sides  # a running engine publishes neither address nor port
     return [*of_sides, *_hosts(pair), *_ports(pair)]
 
 
@@ -98,9 +100,7 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
         cure = f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}'
         yield Finding("error", engine.role, what, cure)
         return
-    connector, role = engine.transfer.get("kv_connector"), engine.transfer.get("kv_role")
-    if connector not in _CONNECTORS:
-        yield Finding("error", engine.role, f"kv_connector is {connector}", "use NixlConnector")
+    role = engine.transfer.get("kv_role")
     if role == wrong:
         yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
     elif role not in _ROLES:

@@ -11,13 +11,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
-from kvpatch.peer.cpu_keys import word_of
+from kvpatch.peer.cpu_keys import BY_WORD, word_of
 from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
+from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
@@ -45,7 +47,8 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
     if d.caches.states and p.tp_size != d.tp_size and shares:
         raise BadOptions("not planned for: states over ranks that share KV heads", _SAME_RANKS)
-    exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
+    sure = DeclaredGeometry(keys=p.key_order if word_of(p.key_order) else None)
+    exact = _decisions(pair, sure, None)
     stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
     is_read = not all(isinstance(one, Stock) for one in exact)
     if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
@@ -76,23 +79,42 @@ def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
 # --- the decision of the handshake ----------------------------------------------------------
 
 
-def _decisions(pair: Pair, declared: KeyOrder | None, stated: KeyOrder | None) -> list[Decision]:
+def _decisions(pair: Pair, declared: DeclaredGeometry, stated: KeyOrder | None) -> list[Decision]:
     """The decisions of D's first and last rank on each rank of P that they meet.
 
     Args:
-        declared: the order of P's keys that D takes for granted: no handshake states it.
-        stated: the one that P's kvpatch states.
+        declared: the geometry of P that D takes for granted, where no handshake states it.
+        stated: the order of P's keys that its kvpatch states.
     """
     p, d = pair.sides
     found = []
     for rank in sorted({0, d.tp_size - 1}):
         geometry = geometry_of(d, rank)
         planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
-        local = LocalCache(geometry, planes, declared=DeclaredGeometry(keys=declared))
+        local = LocalCache(geometry, planes, _staging_bytes(d), declared=declared)
         for met in pair.ranks_met(rank):
             peer = replace(stated_by(p, met, d), stated_keys=stated)
             found.append(decide(local, peer, d.facts))
     return found
+
+
+def _staging_bytes(engine: PlannedEngine) -> int | None:
+    """The size of the pool that every read goes through; None where they need not."""
+    found = engine.arguments.environment
+    pool = found.get(settings.STAGING_BYTES, settings.DEFAULT_STAGING_BYTES)
+    is_forced = found.get(settings.TRANSFER, "").lower() == "staged"
+    return whole_number(pool, settings.STAGING_BYTES) if is_forced else None
+
+
+def _declared(engine: PlannedEngine) -> DeclaredGeometry:
+    """The geometry of P that D's variables declare."""
+    found = engine.arguments.environment
+    tokens, keys = found.get(settings.PEER_BLOCK_SIZE), found.get(settings.PEER_KEYS, "").lower()
+    if keys and keys not in BY_WORD:
+        raise BadOptions(f"{settings.PEER_KEYS} is {keys}", f"write {' or '.join(BY_WORD)}")
+    layout = found.get(settings.PEER_LAYOUT, "").upper() or None
+    number = whole_number(tokens, settings.PEER_BLOCK_SIZE) if tokens else None
+    return DeclaredGeometry(number, layout, BY_WORD.get(keys))
 
 
 def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdict:
@@ -108,11 +130,15 @@ def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Ver
         if factor is not None:
             return Verdict(Outcome.REFUSED, str(factor), factor.cure)
     states_keys = p.has_kvpatch and bool(word_of(p.key_order))
-    found = _decisions(pair, None, p.key_order if states_keys else None)
+    declared = _declared(d)
+    found = _decisions(pair, declared, p.key_order if states_keys else None)
     for one in found:
         if isinstance(one, Refuse):  # without the number of blocks, which no argument says
             reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
             return Verdict(Outcome.REFUSED, reason, one.cure)
+    if word_of(p.key_order) and declared.keys is not None and declared.keys is not p.key_order:
+        said = f"{settings.PEER_KEYS} says {word_of(declared.keys)}, and P has another order"
+        return Verdict(Outcome.WRONG, said, f"set {settings.PEER_KEYS}={word_of(p.key_order)} on D")
     if list(map(type, found)) != list(map(type, exact)):  # vLLM reads keys in another order
         return Verdict(Outcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
     is_read = any(isinstance(one, Read) for one in found)
