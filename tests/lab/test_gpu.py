@@ -51,7 +51,11 @@ BUFFERED = {
 PAIRS = {**LIKE, **UNLIKE, **BUFFERED}
 
 
-@pytest.fixture(scope="module", params=[far_memory.COPY, pytest.param(far_memory.GPU, marks=GPU)])
+MEMORIES = [far_memory.COPY, pytest.param(far_memory.GPU, marks=GPU)]
+
+
+# With the release in its name, so that one process plays all of them.
+@pytest.fixture(scope="module", params=MEMORIES, ids=lambda memory: f"{memory}-{RELEASES[-1]}")
 def far(request: pytest.FixtureRequest) -> Iterator[Lab]:
     release = RELEASES[-1]
     fetch([release])

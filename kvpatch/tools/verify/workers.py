@@ -60,45 +60,41 @@ class Side:
     layout: str
     block_tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.layout} {self.block_tokens}"
+
     def views(self, memory: torch.Tensor, heads: int, channels: int) -> list[torch.Tensor]:
         """Returns each layer's tensor [block, head, token, channel], as far as a memory reaches."""
-        block_bytes = _LAYERS * heads * self.block_tokens * channels * _ITEM.itemsize
-        sizes = (memory.numel() // block_bytes, heads, self.block_tokens, channels)
+        row = _ITEM.itemsize * _LAYERS * heads * self.block_tokens * channels
+        blocks = memory.numel() // row
+        sizes = blocks, heads, self.block_tokens, channels
         order = (0, 1, 2, 3) if self.layout == "HND" else (0, 2, 1, 3)
-        count = _LAYERS * sizes[0] * block_bytes // _LAYERS
-        flat = memory[:count].view(_ITEM).view(_LAYERS, *(sizes[axis] for axis in order))
+        flat = memory[: blocks * row].view(_ITEM).view(_LAYERS, *(sizes[axis] for axis in order))
         return [layer.permute(order) for layer in flat]  # either order is its own inverse
 
 
 @dataclass(frozen=True)
 class Pair:
-    """P's cache and D's, of one model."""
+    """P's cache and D's, of one model; the channels are of keys and values together."""
 
     prefill: Side
     decode: Side
     heads: int = 4
     channels: int = 128
-    dimension: str = "packed"
 
     def __str__(self) -> str:
-        sides = [f"{side.layout} {side.block_tokens}" for side in (self.prefill, self.decode)]
-        return " -> ".join(sides) + (", one latent" if self.dimension == "channel" else "")
+        model = "" if self.heads > 1 else f", one head of {self.channels}"
+        return f"{self.prefill} -> {self.decode}{model}"
 
 
-def _pair(prefill: str, decode: str, **model: Any) -> Pair:
-    sides = (text.split() for text in (prefill, decode))
-    return Pair(*(Side(layout, int(tokens)) for layout, tokens in sides), **model)
-
-
-_LATENT = {"heads": 1, "channels": 576, "dimension": "channel"}
 PAIRS = (
-    _pair("HND 64", "HND 64"),
-    _pair("HND 128", "HND 32"),
-    _pair("HND 32", "HND 128"),
-    _pair("HND 96", "HND 64"),
-    _pair("NHD 64", "HND 64"),
-    _pair("HND 128", "NHD 16"),
-    _pair("HND 128", "HND 32", **_LATENT),
+    Pair(Side("HND", 64), Side("HND", 64)),
+    Pair(Side("HND", 128), Side("HND", 32)),
+    Pair(Side("HND", 32), Side("HND", 128)),
+    Pair(Side("HND", 96), Side("HND", 64)),
+    Pair(Side("NHD", 64), Side("HND", 64)),
+    Pair(Side("HND", 128), Side("NHD", 16)),
+    Pair(Side("HND", 128), Side("HND", 32), heads=1, channels=576),
 )
 
 
@@ -219,8 +215,8 @@ class _Decode:
     """D's process: its cache, and what reads into it."""
 
     def __init__(self, device: torch.device, agent: Any, connection: Connection) -> None:
-        self._device = device
         self._memory = _registered(agent, device, seed=2)
+        self._remote = _noise(1)  # as P has it
         if not connection.poll(_SECONDS):
             raise EngineFailed(f"P's process said nothing for {_SECONDS:g} s: see its output above")
         try:
@@ -237,99 +233,82 @@ class _Decode:
 
     def compare(self, pair: Pair, way: str) -> Compared:
         """Reads a request of a pair twice, and compares the whole cache."""
-        remote, local = _noise(1), _noise(2)
-        order = np.random.default_rng(0).permutation
+        expected = _noise(2)
+        theirs = pair.prefill.views(self._remote, pair.heads, pair.channels)
+        ours = pair.decode.views(expected, pair.heads, pair.channels)
+        draw = np.random.default_rng(0).permutation
         blocks = [
-            BlockList(
-                order(views[0].shape[0])[: -(-_TOKENS // side.block_tokens)], side.block_tokens
+            BlockList(draw(views[0].shape[0])[: -(-_TOKENS // size)], size)
+            for views, size in (
+                (theirs, pair.prefill.block_tokens),
+                (ours, pair.decode.block_tokens),
             )
-            for side, views in self._sides(pair, remote, local)
         ]
-        expected = self._expected(pair, remote, local, blocks)
+        _write_expected(theirs, ours, blocks)
         for _ in range(2):
             self._memory.copy_(_noise(2))
             seconds = self._read(pair, way, blocks)
         found = self._memory.cpu()
         wrong = int((found != expected).sum())
         found[-1] ^= 1
-        token_bytes = _LAYERS * pair.heads * pair.channels * _ITEM.itemsize
         notices = int((found != expected).sum()) != wrong
+        token_bytes = _LAYERS * pair.heads * pair.channels * _ITEM.itemsize
         return Compared(str(pair), way, _TOKENS * token_bytes, seconds, wrong, notices)
-
-    @staticmethod
-    def _sides(
-        pair: Pair, remote: torch.Tensor, local: torch.Tensor
-    ) -> list[tuple[Side, list[torch.Tensor]]]:
-        """Returns both sides with their layers in these memories, P's first."""
-        memories = ((pair.prefill, remote), (pair.decode, local))
-        return [(side, side.views(memory, pair.heads, pair.channels)) for side, memory in memories]
-
-    def _expected(
-        self, pair: Pair, remote: torch.Tensor, local: torch.Tensor, blocks: Sequence[BlockList]
-    ) -> torch.Tensor:
-        """Returns what D's cache is to hold, by torch's indexing; behind the last token zeroes."""
-        (_, theirs), (side, ours) = self._sides(pair, remote, local)
-        of, into = (torch.from_numpy(one.block_ids) for one in blocks)
-        for there, here in zip(theirs, ours, strict=True):
-            rows = there[of].transpose(1, 2).reshape(-1, pair.heads, pair.channels)[:_TOKENS]
-            whole = rows.new_zeros((into.numel() * side.block_tokens, *rows.shape[1:]))
-            whole[:_TOKENS] = rows
-            by_block = whole.view(-1, side.block_tokens, *rows.shape[1:])
-            here[into] = by_block.transpose(1, 2)
-        return local
 
     def _read(self, pair: Pair, way: str, blocks: Sequence[BlockList]) -> float:
         """Reads the request as a worker does; returns how long that took."""
-        # P's memory is at another address: its planes are those of a memory of the same size.
-        at = _noise(1)
-        remote = [
-            [
-                replace(
-                    plane,
-                    address=plane.address - at.data_ptr() + self._remote_address,
-                    memory=self._ends.remote,
-                )
-                for plane in planes
-            ]
-            for planes in _planes(pair.prefill.views(at, pair.heads, pair.channels), pair)
-        ]
         layers = pair.decode.views(self._memory, pair.heads, pair.channels)
-        local = [plane for planes in _planes(layers, pair) for plane in planes]
-        overlaps = overlaps_of(remote, local)
-        segments = pair_blocks(*blocks, 0, _TOKENS)
+        local = [plane for planes in _planes(layers) for plane in planes]
+        overlaps = overlaps_of(self._remote_planes(pair), local)
+        segments = pair_blocks(blocks[0], blocks[1], 0, _TOKENS)
         copies = [copy for overlap in overlaps for copy in overlap.copies]
         staged = [Share(segments, overlaps)] if way == "staged" else []
         caches = Caches({str(number): layer for number, layer in enumerate(layers)})
         caches.thread = self.thread.copying
-        read = StagedRead(
-            self._agent,
-            self._pool,
-            caches,
-            self._ends,
-            b"",
-            Unposted(
-                plan_parts([(segments, copies)] if way == "direct" else []),
-                plan_chunks(staged, lambda: self._pool.chunk_bytes(is_paced=True)),
-            ),
-            is_paced=True,
+        unposted = Unposted(
+            plan_parts([(segments, copies)] if way == "direct" else []),
+            plan_chunks(staged, lambda: self._pool.chunk_bytes(is_paced=True)),
         )
-        read.tails = lambda: [(local, uncovered_tail(blocks[1], _TOKENS))]
-        return self._finish(BackgroundRead(read, self.thread), f"{pair}, {way}")
-
-    def _finish(self, read: BackgroundRead, name: str) -> float:
+        paced = StagedRead(
+            self._agent, self._pool, caches, self._ends, b"", unposted, is_paced=True
+        )
+        paced.tails = lambda: [(local, uncovered_tail(blocks[1], _TOKENS))]
+        read = BackgroundRead(paced, self.thread)
         began = time.monotonic()
         read.start()
         while (state := read.state()) == "PROC" and time.monotonic() < began + _SECONDS:
             time.sleep(_LOOK_SECONDS)
-        if state != "DONE":
-            raise EngineFailed(f"{name}: a read is {state} after {time.monotonic() - began:.0f} s")
         seconds = time.monotonic() - began
+        if state != "DONE":
+            raise EngineFailed(f"{pair}, {way}: a read is {state} after {seconds:.0f} s")
         read.release()
         return seconds
 
+    def _remote_planes(self, pair: Pair) -> list[list[Plane]]:
+        """Returns P's planes, layer by layer: those of a memory like it, at P's address."""
+        apart = self._remote_address - self._remote.data_ptr()
+        layers = _planes(pair.prefill.views(self._remote, pair.heads, pair.channels))
+        return [
+            [replace(one, address=one.address + apart, memory=self._ends.remote) for one in planes]
+            for planes in layers
+        ]
 
-def _planes(layers: Sequence[torch.Tensor], pair: Pair) -> list[list[Plane]]:
-    order = DimensionOrder(("block", "head", "token", pair.dimension))
+
+def _write_expected(
+    theirs: Sequence[torch.Tensor], ours: Sequence[torch.Tensor], blocks: Sequence[BlockList]
+) -> None:
+    """Writes what D is to hold, by torch's indexing; behind the last token zeroes."""
+    of, into = (torch.from_numpy(one.block_ids) for one in blocks)
+    for there, here in zip(theirs, ours, strict=True):
+        _, heads, size, channels = here.shape
+        rows = there[of].transpose(1, 2).reshape(-1, heads, channels)[:_TOKENS]
+        whole = rows.new_zeros((into.numel() * size, heads, channels))
+        whole[:_TOKENS] = rows
+        here[into] = whole.view(-1, size, heads, channels).transpose(1, 2)
+
+
+def _planes(layers: Sequence[torch.Tensor]) -> list[list[Plane]]:
+    order = DimensionOrder(("block", "head", "token", "packed"))
     return [
         list(read_planes(str(number), tensor_facts(layer), order))
         for number, layer in enumerate(layers)
