@@ -108,7 +108,8 @@ def said(stage: dict[str, Any]) -> str:
     """What a table says of a stage."""
     rows = stage["rows"]
     judged = [row["is_right"] for row in rows if "is_right" in row]
-    parts = [f"{sum(judged)} of {len(judged)} right"] if judged else [f"{len(rows)} rows"]
+    found = str(rows[0][LABEL]) if len(rows) == 1 else f"{len(rows)} rows"
+    parts = [f"{sum(judged)} of {len(judged)} right" if judged else found]
     parts += [f"{key} {min(found):.2f} to {max(found):.2f}" for key, found in _figures(rows)]
     return "; ".join([*parts, *(error.splitlines()[0][:120] for error in stage["errors"])])
 

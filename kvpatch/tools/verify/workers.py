@@ -216,7 +216,7 @@ class _Decode:
 
     def __init__(self, device: torch.device, agent: Any, connection: Connection) -> None:
         self._memory = _registered(agent, device, seed=2)
-        self._remote = _noise(1)  # as P has it
+        self._remote, self._before = _noise(1), _noise(2)  # as P has it, and D
         if not connection.poll(_SECONDS):
             raise EngineFailed(f"P's process said nothing for {_SECONDS:g} s: see its output above")
         try:
@@ -233,7 +233,7 @@ class _Decode:
 
     def compare(self, pair: Pair, way: str) -> Compared:
         """Reads a request of a pair twice, and compares the whole cache."""
-        expected = _noise(2)
+        expected = self._before.clone()
         theirs = pair.prefill.views(self._remote, pair.heads, pair.channels)
         ours = pair.decode.views(expected, pair.heads, pair.channels)
         draw = np.random.default_rng(0).permutation
@@ -246,7 +246,7 @@ class _Decode:
         ]
         _write_expected(theirs, ours, blocks)
         for _ in range(2):
-            self._memory.copy_(_noise(2))
+            self._memory.copy_(self._before)
             seconds = self._read(pair, way, blocks)
         found = self._memory.cpu()
         wrong = int((found != expected).sum())
