@@ -3,7 +3,8 @@
     experiments/gpu/run.sh [--device cpu] [--seconds 540] [STAGE ...]
 
 Without names all are played, those first that matter most. A stage that fails, or has no time left,
-keeps no other from being played. `--publish` brings the file into docs/data instead.
+keeps no other from being played. What stages say is in $OUT/logs.tar.gz. `--publish FILE ...`
+brings such files into docs/data instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -121,17 +123,20 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[float]]]:
     return [(text, values) for text, values in found if values]
 
 
-def publish(path: Path) -> None:
+def publish(paths: Sequence[Path]) -> None:
     """Writes docs/data/gpu.json: a row a stage, and those that were not played say so."""
-    played = json.loads(path.read_text()) if path.exists() else {"device": "cuda", "stages": {}}
-    if played["device"] != "cuda":
-        raise SystemExit(f"{path} is of a dry run: the page is for a GPU's results")
-    machine = next(iter(played["stages"].get("machine", {}).get("rows", ())), {})
+    played: dict[str, Any] = {}
+    for path in paths:
+        found = json.loads(path.read_text())
+        if found["device"] != "cuda":
+            raise SystemExit(f"{path} is of a dry run: the page is for a GPU's results")
+        played |= found["stages"]
+    machine = next(iter(played.get("machine", {}).get("rows", ())), {})
     rows = [
         [
             f"`{name}`",
             stage.shows,
-            said(played["stages"][name]) if name in played["stages"] else _NOT_PLAYED,
+            said(played[name]) if name in played else _NOT_PLAYED,
         ]
         for name, stage in STAGES.items()
     ]
@@ -147,14 +152,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--seconds", type=float, default=540, help="of all stages together")
     parser.add_argument("--scale", type=float, default=1, help="of each stage's own limit")
-    parser.add_argument("--publish", action="store_true", help="write docs/data/gpu.json")
+    parser.add_argument("--publish", type=Path, nargs="*", help="write docs/data/gpu.json of these")
     options = parser.parse_args()
-    out = Path(os.environ["OUT"])
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "gpu.json"
-    if options.publish:
-        publish(path)
+    if options.publish is not None:
+        publish(options.publish)
         return
+    out = Path(os.environ["OUT"])
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    path = out / "gpu.json"
     end = time.monotonic() + options.seconds
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if found.get("device") != options.device:
@@ -165,11 +171,13 @@ def main() -> None:
             print(f"{name}: no time is left", flush=True)
             continue
         limit = min(left, options.scale * STAGES[name].seconds)
-        found["stages"][name] = stage = play(name, options.device, limit, out)
+        found["stages"][name] = stage = play(name, options.device, limit, logs)
         path.write_text(json.dumps(found, indent=1))
         print(
             f"{name} ({stage['seconds']} s): {said(stage)}", *stage["errors"], sep="\n", flush=True
         )
+    shutil.make_archive(str(logs), "gztar", logs)  # in one file, where few come back
+    shutil.rmtree(logs)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 #   experiments/gpu/fetch.sh [RELEASE ...]
 #
-# RELEASE    vLLM releases to play, by default those that README of the issue names: 0.33.0 0.32.0 0.28.0
+# RELEASE    vLLM releases to play, by default 0.33.0, 0.32.0 and 0.28.0
 #
 # The machine is taken for one with CPython 3.12, torch with CUDA 13, transformers, numpy, rich, typer, pytest and
 # hypothesis. What these need beside them is in packages.txt, for that Python, whatever runs here. The trees of

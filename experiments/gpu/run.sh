@@ -3,7 +3,7 @@
 #
 #   experiments/gpu/run.sh [--device cpu] [--seconds 540] [STAGE ...]
 #
-# Results go to $OUT/gpu.json. A GPU machine gets an environment of its own beside its Python, once.
+# Results go to $OUT/gpu.json, what stages say to $OUT/logs.tar.gz. A GPU machine gets an environment of its own beside its Python, once.
 #
 #   KVPATCH_PYTHON    the Python of an environment that has all that is needed: nothing is unpacked
 #   OUT               where results go, .cache/gpu by default
