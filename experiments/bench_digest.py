@@ -1,6 +1,6 @@
 """What a digest of a request's cache costs, beside a plain copy of the same bytes.
 
-    python experiments/bench_digest.py [--mib 64] [--repeat 7] [--json FILE] [--check]
+    python experiments/bench_digest.py [--mib 64] [--repeat 7] [--device cuda] [--json FILE]
 
 On the host of this machine, by one thread each: "copy" is one piece of memory into another, the
 least that any transfer takes; "digest" is all that a worker does, the weights of a new request
@@ -10,7 +10,7 @@ Bytes lie in scattered blocks in a memory that no cache holds.
 For a device, whose time is launches and bytes, the operations are counted that the same request
 asks it for, in torch's "meta" tensors, and the bytes that they read and write as multiples of the
 request's ("moved"); views are no operations. Planes of unlike strides are read by themselves, as
-keys by column and their values are. Nothing here has been timed on a device.
+keys by column and their values are. With --device cuda both are timed on a GPU.
 With --check the exit status is 1 where a goal is missed.
 """
 
@@ -105,13 +105,14 @@ class Request:
     def __init__(self, cache: Cache, tokens: int, device: str) -> None:
         held = -(-tokens // cache.block_tokens)
         sizes = cache.sizes(held + 1)
-        if device == "cpu":
-            memory = torch.randint(0, 256, (sizes.total_bytes(),), dtype=torch.uint8)
-            lies = Bytes(memory.data_ptr(), memory)
-        else:
+        if device == "meta":
             lies = Bytes(
                 _ADDRESS, torch.empty(sizes.total_bytes(), dtype=torch.uint8, device=device)
             )
+        else:
+            size = (sizes.total_bytes(),)
+            memory = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+            lies = Bytes(memory.data_ptr(), memory)
         planes = named_layout(cache.layout).planes(sizes, lies.address, Memory("DRAM"))
         memories = dict.fromkeys((plane.layer for plane in planes), lies)
         order = np.random.default_rng(0).permutation(held + 1)[:held]
@@ -158,18 +159,24 @@ def seconds_of(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure(cache: Cache, mib: int, repeat: int) -> Row:
+def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
     """One row."""
     tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
     size = tokens * cache.token_bytes
-    request = Request(cache, tokens, "cpu")
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    request = Request(cache, tokens, device)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+
+    copy()
     request.begin().read()
     turns = [
         (
-            seconds_of(lambda: target.copy_(source)),
+            seconds_of(copy),
             seconds_of(lambda turn=turn: request.begin(f"request {turn}").read()),
             seconds_of(lambda turn=turn: request.begin(f"request {turn}", 100).read()),
         )
@@ -179,9 +186,9 @@ def measure(cache: Cache, mib: int, repeat: int) -> Row:
         Request(cache, tokens, "meta").begin()
     return Row(
         cache.name, cache.layout, size / _MIB, tokens,
-        statistics.median(copy for copy, _, _ in turns),
+        statistics.median(copied for copied, _, _ in turns),
         statistics.median(digest for _, digest, _ in turns),
-        statistics.median(digest / copy for copy, digest, _ in turns),
+        statistics.median(digest / copied for copied, digest, _ in turns),
         statistics.median(small for _, _, small in turns),
         request.slices, counted.count, counted.bytes / size, cache.most,
     )  # fmt: skip
@@ -222,12 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="of the cache that is digested")
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--device", default="cpu", help="that the cache lies on: cpu or cuda")
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = console_of(160)
     rows = [
-        measure(cache, options.mib, options.repeat)
+        measure(cache, options.mib, options.repeat, options.device)
         for cache in track(CACHES, "measuring", console=console)
     ]
     show(rows, console)

@@ -1,6 +1,6 @@
 """What one run of a read costs: where the threshold between direct and staged comes from.
 
-    python experiments/bench_runs.py [--mib 64] [--most 100000]
+    python experiments/bench_runs.py [--mib 64] [--most 100000] [--device cuda] [--json FILE]
 
 Two processes on this machine, one NIXL agent each (UCX): the same memory is read in runs of
 one size, scattered on both sides. From the rows follow the two numbers of Costs
@@ -11,8 +11,10 @@ the large ones. A strided copy of as many bytes out of a staging buffer is timed
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 from bench_transfer import Decode, beside_prefill
@@ -58,12 +60,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--most", type=int, default=100_000, help="runs in a row at most")
+    parser.add_argument("--device", default="cpu", help="of both memories: cpu or cuda")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
     console = Console()
     total = options.mib * 1024**2
     table = Table("bytes a run", "runs", "us a run", "GB/s", title="reads in runs of one size")
     rows = {}
-    with beside_prefill(total) as decode:
+    with beside_prefill(total, device=options.device) as decode:
         for size in track(SIZES, "reading", console=console):
             seconds, runs = rows[size] = seconds_of(decode, total, size, options.most)
             table.add_row(
@@ -71,9 +75,18 @@ def main() -> None:
                 f"{size * runs / seconds / 1e9:.2f}",
             )  # fmt: skip
     console.print(table)
+    if options.json:
+        found = [
+            {"run_bytes": size, "runs": runs, "seconds": seconds}
+            for size, (seconds, runs) in rows.items()
+        ]
+        options.json.write_text(json.dumps(found, indent=2))
     small, large = min(SIZES), max(SIZES)
     a_run = rows[small][0] / rows[small][1]
     wire = large * rows[large][1] / rows[large][0]
+    if options.device != "cpu":  # experiments/gpu/placing.py has a device's copies
+        console.print(f"{a_run * 1e6:.2f} us a run, {wire / 1e9:.1f} GB/s on the wire")
+        return
     copy = copy_bytes_per_second(total)
     console.print(
         f"{a_run * 1e6:.1f} us a run, {wire / 1e9:.1f} GB/s on the wire, "

@@ -1,6 +1,6 @@
 """How fast a cache is read into one of another geometry, beside stock's read into a like one.
 
-    python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--json FILE] [--check]
+    python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--device cuda] [--json FILE]
 
 Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
 with P's geometry: one prepared descriptor per block and layer. Every other row reads the
@@ -14,7 +14,8 @@ it is timed. Blocks are scattered.
 "bound" is what no staged read can beat here: stock's read of the same bytes, and beside it, in a
 thread of its own, a plain copy of as many bytes that are in the processor's cache. "waits ms" is
 for how long these threads had work and no processor (Linux's schedstat): on a machine of
-two cores NIXL's own threads, which never sleep, take turns with it.
+two cores NIXL's own threads, which never sleep, take turns with it. On a GPU the bound is a copy
+of as many bytes on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpatch.geometry.direct_plan import plan_parts, plan_runs
-from kvpatch.geometry.overlap import HOST_MEMORY, is_direct, overlaps_of
+from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, is_direct, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
@@ -157,13 +158,35 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
+def cache_memory(agent: Any, size_bytes: int, seed: int, device: str) -> torch.Tensor:
+    """Noise on a device, which NIXL knows."""
+    memory = random_bytes(size_bytes, seed).to(device)
+    wait_for(memory)
+    agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], kind_of(memory).kind)
+    return memory
+
+
+def kind_of(memory: torch.Tensor) -> Memory:
+    """What NIXL calls it."""
+    return DRAM if memory.device.type == "cpu" else Memory("VRAM")
+
+
+def wait_for(memory: torch.Tensor) -> None:
+    """Until all that its device was told is done."""
+    if memory.device.type != "cpu":
+        torch.get_device_module(memory.device).synchronize()
+
+
 def prefill_side(
-    connection: Connection, size_bytes: int, threads: int = THREADS, wait_us: int = 0
+    connection: Connection,
+    size_bytes: int,
+    threads: int = THREADS,
+    wait_us: int = 0,
+    device: str = "cpu",
 ) -> None:
     """Holds a cache until it is told to end."""
     agent = make_agent("P", threads, wait_us)
-    memory = random_bytes(size_bytes, 1)
-    agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], "DRAM")
+    memory = cache_memory(agent, size_bytes, 1, device)
     connection.send((agent.get_agent_metadata(), memory.data_ptr()))
     connection.recv()
 
@@ -172,15 +195,20 @@ class Decode:
     """D's process: its own memory, and P's agent."""
 
     def __init__(
-        self, size_bytes: int, connection: Connection, threads: int = THREADS, wait_us: int = 0
+        self,
+        size_bytes: int,
+        connection: Connection,
+        threads: int = THREADS,
+        wait_us: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.agent = make_agent("D", threads, wait_us)
-        self.memory = random_bytes(size_bytes, 2)
-        self.agent.register_memory([(self.memory.data_ptr(), size_bytes, 0, "")], "DRAM")
+        self.memory = cache_memory(self.agent, size_bytes, 2, device)
+        self.kind = kind_of(self.memory)
         metadata, self.remote_address = connection.recv()
         name = self.agent.add_remote_agent(metadata)
         name = name.decode() if isinstance(name, bytes) else name
-        self.ends = Ends(DRAM, DRAM, name)
+        self.ends = Ends(self.kind, self.kind, name)
 
     def prepared(self, count: int, run_bytes: int) -> tuple[Any, Any]:
         """So many runs from the start of both memories, as stock prepares them: ours, theirs."""
@@ -189,7 +217,9 @@ class Decode:
 
         def of(name: str, address: int) -> Any:
             placed = runs + np.array((address, 0, 0), dtype=np.uint64)
-            return self.agent.prep_xfer_dlist(name, self.agent.get_xfer_descs(placed, "DRAM"))
+            return self.agent.prep_xfer_dlist(
+                name, self.agent.get_xfer_descs(placed, self.kind.kind)
+            )
 
         ours = of("NIXL_INIT_AGENT", self.memory.data_ptr())
         return ours, of(self.ends.agent, self.remote_address)
@@ -207,15 +237,17 @@ class Decode:
 
 
 @contextmanager
-def beside_prefill(size_bytes: int, threads: int = THREADS, wait_us: int = 0) -> Iterator[Decode]:
+def beside_prefill(
+    size_bytes: int, threads: int = THREADS, wait_us: int = 0, device: str = "cpu"
+) -> Iterator[Decode]:
     """D, while another process holds a cache as large."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, size_bytes, threads, wait_us)
+    arguments = (theirs, size_bytes, threads, wait_us, device)
     prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
     prefill.start()
     try:
-        yield Decode(size_bytes, ours, threads, wait_us)
+        yield Decode(size_bytes, ours, threads, wait_us, device)
     finally:
         ours.send(None)
         prefill.join()
@@ -241,17 +273,20 @@ class Setup:
             model.layers, n_remote, model.heads, pair.remote_tokens, model.channels,
             model.item_bytes,
         )  # fmt: skip
-        self.remote = named_layout(pair.remote_layout).planes(sizes, decode.remote_address, DRAM)
+        self.remote = named_layout(pair.remote_layout).planes(
+            sizes, decode.remote_address, decode.kind
+        )
         sizes = replace(sizes, blocks=n_local, block_tokens=pair.local_tokens)
         address = decode.memory.data_ptr()
-        self.local = named_layout(pair.local_layout).planes(sizes, address, DRAM)
+        self.local = named_layout(pair.local_layout).planes(sizes, address, decode.kind)
         by_layer: dict[str, list[Plane]] = {}
         for plane in self.remote:
             by_layer.setdefault(plane.layer, []).append(plane)
         self.overlaps = overlaps_of(list(by_layer.values()), self.local)
-        self.pool = StagingPool(pool_bytes, self._register)
+        device = decode.memory.device
+        self.pool = StagingPool(pool_bytes, self._register, on_device=device.type != "cpu")
         self.engine_agent = EngineAgent(decode.agent, gate := AgentGate())
-        self.gate, self.thread = gate, ProgressThread(self.pool, torch.device("cpu"), gate)
+        self.gate, self.thread = gate, ProgressThread(self.pool, device, gate)
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         self.caches.thread = self.thread.copying
         # Made and registered before anything is timed, as it is for all but the first request.
@@ -264,8 +299,12 @@ class Setup:
         return space
 
     def _register(self, size_bytes: int) -> torch.Tensor:
-        buffer = torch.full((size_bytes,), 1, dtype=torch.uint8)  # all of it resident
-        self.decode.agent.register_memory([(buffer.data_ptr(), size_bytes, 0, "")], "DRAM")
+        memory = self.decode.memory
+        # All of it resident.
+        buffer = torch.full((size_bytes,), 1, dtype=torch.uint8, device=memory.device)
+        wait_for(buffer)
+        place = (buffer.data_ptr(), size_bytes, 0, "")
+        self.decode.agent.register_memory([place], self.decode.kind.kind)
         return buffer
 
     def segments(self) -> Segments:
@@ -297,6 +336,8 @@ class Setup:
 
     def bound(self, like: Way) -> tuple[int, float]:
         """Stock's way, while as many bytes are copied that the processor has at hand."""
+        if self.decode.memory.device.type != "cpu":
+            return self.copied()
         source = np.ones(_COPY_BYTES, dtype=np.uint8)
         target = np.ones_like(source)
         reading = threading.Thread(target=like)
@@ -304,6 +345,13 @@ class Setup:
         for _ in range(-(-self.total_bytes // _COPY_BYTES)):
             np.copyto(target, source)
         reading.join()
+        return 0, 0.0
+
+    def copied(self) -> tuple[int, float]:
+        """A copy on the device."""
+        source, target = self.decode.memory[: 2 * self.total_bytes].chunk(2)
+        target.copy_(source)
+        wait_for(target)
         return 0, 0.0
 
     def direct(self) -> tuple[int, float]:
@@ -387,7 +435,7 @@ class Setup:
     def check(self) -> None:
         """Every item of every token in its place."""
         source = random_bytes(self.decode.memory.numel(), 1).numpy()
-        target = self.decode.memory.numpy()
+        target = self.decode.memory.cpu().numpy()
         place = {"remote": self.decode.remote_address, "local": self.decode.memory.data_ptr()}
         at = np.arange(self.tokens)
         for theirs, ours in zip(self.remote, self.local, strict=True):
@@ -430,7 +478,9 @@ def extra_bytes(run: Way) -> int:
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
     """The rows of one pair; its ways take turns, so that a slow second slows all of them."""
     setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
-    auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), HOST_MEMORY) else "staged"
+    is_host = decode.memory.device.type == "cpu"
+    costs = HOST_MEMORY if is_host else DEVICE_MEMORY
+    auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), costs) else "staged"
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
     if pair.local_tokens != pair.remote_tokens:
         ways["stock, both like D"] = setup.like(pair.local_tokens)
@@ -442,6 +492,8 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
         "direct, in steps": setup.direct,
         "staged, in steps": setup.staged,
     }
+    if not is_host:  # where no thread of the host's copies
+        del ways["staged, copied by turns"]
     extra = {}
     for way, run in ways.items():
         decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
@@ -532,13 +584,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
     parser.add_argument("--wait-us", type=int, default=0, help="of both progress threads")
+    parser.add_argument("--device", default="cpu", help="of both caches: cpu or cuda")
     parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
     add_options(parser)
     options = parser.parse_args()
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
-    beside = beside_prefill(size, options.threads, options.wait_us)
+    beside = beside_prefill(size, options.threads, options.wait_us, options.device)
     with beside as decode, console.status("measuring") as status:
         chosen = [int(number) for number in options.pairs.split(",") if number]
         for pair in [PAIRS[number] for number in chosen] or PAIRS:

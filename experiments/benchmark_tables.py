@@ -166,6 +166,24 @@ def drill(raw: Raw) -> Made:
 _JUDGED = ("right", "wrong", "failed")
 
 
+def link(raw: Raw) -> Made:
+    """A row for each link and pair."""
+    ways: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in raw:
+        on = row["gbit_per_second"], row["delay_ms"], row["pair"]
+        ways.setdefault(on, {})[row["way"]] = row
+    rows = [
+        [
+            f"{gbit:g}", f"{delay_ms:g}", pair, f"{found['like']['seconds'] * 1e3:.0f}",
+            f"{found['direct']['of_like']:.2f}" if "direct" in found else "",
+            f"{found['staged']['of_like']:.2f}",
+        ]
+        for (gbit, delay_ms, pair), found in ways.items()
+    ]  # fmt: skip
+    columns = ("Gbit/s", "delay, ms", "P → D", "the like load, ms", "direct, of its time", "staged")
+    return Made(columns, rows)
+
+
 TABLES: dict[str, Callable[[Raw], Made]] = {
-    made.__name__: made for made in (transfer, direct, plan, steps, serving, growth, drill)
+    made.__name__: made for made in (transfer, direct, plan, steps, serving, growth, drill, link)
 } | {}

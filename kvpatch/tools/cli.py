@@ -189,6 +189,10 @@ class PlanOptions:
 class VerifyOptions:
     """The options of ``kvpatch verify``, as they were typed."""
 
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda: compare two workers' caches there, without any engine."),
+    ] = None
     release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
@@ -398,11 +402,15 @@ def key(
 def verify(asked: VerifyOptions) -> None:
     """Compare a prefill/decode pair with a single engine: greedy tokens and cache bytes.
 
+    With --device the caches of two workers are compared alone, in seconds: no engine, no model.
     Exit status: 0 identical, 1 different, 2 could not run, 128 + n stopped by signal n.
     """
     from rich.console import Console
 
     console = Console()
+    if asked.device is not None:
+        _verify_workers(asked.device, console)
+        return
     with exit_statuses():
         _require_extra("verify", "serve", "httpx", "numpy")
         from kvpatch.tools.verify.run import until_signal
@@ -413,6 +421,21 @@ def verify(asked: VerifyOptions) -> None:
         comparison = until_signal(run(options, console))
     _show_comparison(comparison, options, console)
     if not comparison.passed:
+        raise typer.Exit(1)
+
+
+def _verify_workers(device: str, console: Console) -> None:
+    from kvpatch.core.errors import BadOptions
+
+    with exit_statuses():
+        _require_extra("verify", "cli", "numpy")
+        if importlib.util.find_spec("torch") is None:
+            raise BadOptions("torch is not installed", "run this where vLLM is")
+        from kvpatch.tools.verify.workers import compare_workers, table_of
+
+        found = compare_workers(device)
+    console.print(table_of(found, device))
+    if not all(one.is_right for one in found):
         raise typer.Exit(1)
 
 

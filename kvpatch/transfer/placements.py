@@ -39,6 +39,11 @@ class Placements:
         """What the engine's thread has told the device by now comes before all of them."""
         self._after = self._caches.mark()
 
+    @property
+    def may_write(self) -> bool:
+        """True once the device has done all that :meth:`mark` recorded."""
+        return self._after is None or bool(self._after.query())
+
     def zero(self, tails: Tails) -> None:
         """Zeroes what no transfer covers.
 

@@ -423,7 +423,14 @@ class StagedRead(OwnRead):
         return has_posted
 
     def _post_runs(self, runs: DirectRuns) -> bool:
-        """Posts runs that go straight to their places, where few are on the wire."""
+        """Posts runs that go straight to their places, where few are on the wire.
+
+        They wait for what the device was told before the read began. With async scheduling a step
+        may still be queued that writes a token into blocks which were freed after it was launched:
+        it would write over what the read has brought.
+        """
+        if not self._placing.may_write:
+            return False
         if len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
         is_spread = self._pool.has_threads

@@ -21,7 +21,7 @@ from kvpatch.checks.digests.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTE
 from kvpatch.checks.tables import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
-from . import disguise, release, standins
+from . import disguise, far_memory, release, standins
 from .caches import UNMAPPED, Caches, build, layer_name
 from .case import MIRRORED, STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
@@ -134,7 +134,7 @@ class Engine:
         self.noise = np.random.default_rng(start.seed)
         self._fill()
         #: Each rank's caches on a device that has memory of its own.
-        self.on_device: list[DeviceTensors] = []
+        self.on_device: list[DeviceTensors | far_memory.TensorsElsewhere] = []
 
         self._stand_in(backend)
         connector = release.connector_class(spec)
@@ -198,6 +198,9 @@ class Engine:
         if self.spec.device == XLA:
             self.on_device.append(DeviceTensors(tensors))
             return self.on_device[rank].tensors
+        if far_memory.asked() and not self.spec.device:
+            self.on_device.append(far_memory.TensorsElsewhere(tensors))
+            return dict(self.on_device[rank].tensors)
         if self.spec.device != STORAGELESS:
             return tensors
         # Layers that share a tensor go on doing so.
@@ -208,10 +211,14 @@ class Engine:
         disguise.take_connector_version(release.worker_modules())
         for module in release.worker_modules():
             standins.backend_choice(module, backend)
+        is_gpu = not self.spec.device and far_memory.asked() == far_memory.GPU
         is_cuda = not self.spec.device and standins.must_pretend_cuda(self.spec.family)
-        device = self.spec.device or ("cuda" if is_cuda else "cpu")
-        self.pretends = device != "cpu"
-        standins.set_device_type(device)
+        device = self.spec.device or ("cuda" if is_gpu or is_cuda else "cpu")
+        self.pretends = device != "cpu" and not is_gpu
+        if is_gpu:
+            standins.use_gpu()
+        else:
+            standins.set_device_type(device)
         transfer = self.config.kv_transfer_config
         transfer.kv_buffer_device = "cuda" if device == "cuda" else "cpu"
         for inner in transfer.kv_connector_extra_config.get("connectors", ()):

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
 
+from . import far_memory
 from .ancestor import LOG, Ancestor
 from .case import Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
@@ -362,8 +363,7 @@ def environment(tree: Path, home: Path, models: Path | None = None) -> dict[str,
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "UCX_TLS": "self,sm,tcp",
+        **far_memory.variables(),
         "UCX_NET_DEVICES": "lo",
     }
 

@@ -63,7 +63,13 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _in_thread(function: Callable[[], T]) -> T:
+def own_network() -> int:
+    """Puts the calling thread into a new namespace; what keeps that open."""
+    _call("unshare", _NEW_NETWORK)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def in_thread(function: Callable[[], T]) -> T:
     """What a thread of its own returns: the namespace is a thread's."""
     found: list[T] = []
     raised: list[OSError | subprocess.CalledProcessError] = []
@@ -84,7 +90,7 @@ def _in_thread(function: Callable[[], T]) -> T:
 
 def _make(host: str) -> tuple[int, int]:
     """(the namespace, the line's end in it), with its interface up; in a thread of its own."""
-    _call("unshare", _NEW_NETWORK)
+    space = own_network()
     line = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(line, _TUN_SET, struct.pack("16sH22x", _DEVICE.encode(), _TUN_WITHOUT_HEADER))
     for command in (
@@ -95,7 +101,7 @@ def _make(host: str) -> tuple[int, int]:
         subprocess.run(command.split(), check=True, capture_output=True)
     # A peer that is not there is given up after seconds, and not after a quarter of an hour.
     Path("/proc/sys/net/ipv4/tcp_retries2").write_text("3")
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY), line
+    return space, line
 
 
 class Line:
@@ -112,7 +118,7 @@ class Line:
         self._name = uuid.uuid4().hex  # no process of an earlier line's is hired again
         self._is_cut = self._is_over = False
         self.carried = self.lost = 0
-        self._ends = [_in_thread(partial(_make, host)) for host in _HOSTS]
+        self._ends = [in_thread(partial(_make, host)) for host in _HOSTS]
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
 

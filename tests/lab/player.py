@@ -707,6 +707,8 @@ class Player(Engine):
 
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
         """Wrong and total elements of these requests; of windows what the model will look at."""
+        for device in self.on_device:
+            device.pull()
         wrong = total = 0
         for name in names:
             tracked = self._by_name[name]

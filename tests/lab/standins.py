@@ -227,6 +227,20 @@ def set_device_type(device: str) -> None:
             module.NixlWrapper = host_memory_agent(wrapper)
 
 
+def use_gpu() -> None:
+    """The CPU's platform as that of the first GPU, as far as a connector asks it.
+
+    Why: CUDA's own platform asks for compiled kernels. The caches are in the GPU's memory.
+    Releases: all, where the lab's caches are to lie on a GPU.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    torch.cuda.set_device(0)
+    current_platform.device_type = "cuda"
+    current_platform.set_device = torch.cuda.set_device
+
+
 def number_devices(worker: Any) -> None:
     """Has memory of one allocation say that it is on device 0.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.cross_layer_blocks import read_packed_groups
+from kvpatch.geometry.cross_layer_blocks import read_cross_layer_blocks
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.peer.cross_layer_form import packed_digest, places_digest
 from kvpatch.worker.registered_caches import tensor_facts
@@ -47,7 +47,7 @@ def _groups(second_start: int = 128, **changes: int):
 def test_the_widest_group_fills_a_row_and_others_begin_where_it_does() -> None:
     pool, groups = _groups()
 
-    row = read_packed_groups(groups)
+    row = read_cross_layer_blocks(groups)
 
     assert (row.address, row.block_bytes, row.blocks) == (pool.data_ptr(), 2 * _ROW, _BLOCKS)
     assert row.layers == ("a", "c") and row.axes == ("token", "head", "kv", "channel")
@@ -65,14 +65,14 @@ def test_layers_elsewhere_are_refused(changes: dict[str, int]) -> None:
     _, groups = _groups(**changes)
 
     with pytest.raises(UnreadableGeometry, match="expected"):
-        read_packed_groups(groups)
+        read_cross_layer_blocks(groups)
 
 
 def test_another_order_is_refused() -> None:
     _, (narrow, wide) = _groups()
 
-    with pytest.raises(UnreadableGeometry, match="order"):
-        read_packed_groups([narrow, dict(reversed(wide.items()))])
+    with pytest.raises(UnreadableGeometry, match="expected"):
+        read_cross_layer_blocks([narrow, dict(reversed(wide.items()))])
 
 
 def test_what_is_told_of_packed_groups_tells_them_from_all_others() -> None:

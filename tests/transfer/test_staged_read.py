@@ -19,6 +19,7 @@ from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer import staging_pool
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.placements import Placements
 
 from .staged_world import (
     OVER,
@@ -49,6 +50,36 @@ def test_rounds_of_any_size_arrive_and_the_peer_is_told_once(world, pool_bytes):
     assert read.state() == "DONE", "an old release asks again after it has let go"
     assert notifications(world) == [b"done"]
     assert notifications(world) == []
+
+
+class LateStep:
+    """Fake of a device's event: of a step that still writes into the blocks of a read's."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target, self._looks = target, 0
+
+    def query(self) -> bool:
+        self._looks += 1
+        if self._looks == 4:
+            self._target.fill_(0xA5)
+        return self._looks >= 4
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_goes_straight_to_its_place_waits_for_steps_before(
+    world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """A step that was queued before the read began must not write over what the read brings."""
+    step = LateStep(world.target)
+    monkeypatch.setattr(caches_module.Caches, "mark", lambda self: step)
+    if not waits:  # negative control
+        monkeypatch.setattr(Placements, "may_write", True)
+    read = world.read(world.pool(4096), is_direct=True)
+    read.start()
+    assert finish(read) == ["DONE"]
+    while not step.query():
+        pass
+    assert world.is_identical() == waits
 
 
 def test_many_reads_share_a_pool_of_one_block_in_order(world):

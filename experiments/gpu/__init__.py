@@ -1,0 +1,1 @@
+"""Plays kvpatch on a GPU that is at hand for minutes: `experiments/gpu/run.sh`."""

@@ -1,0 +1,79 @@
+"""How fast a device places what has landed, beside a plain copy of as many bytes on it.
+
+The time is the device's own, by its events: one launch, with the table that it reads. "asked" is
+what the host's thread takes to ask for it. Bytes are compared with what torch's indexing places.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from experiments.bench_operations import PAIRS, chunks_of
+from experiments.gpu.rows import Rows, options_of
+from kvpatch.geometry.merged_placements import merged
+from kvpatch.transfer.caches import placing_on
+from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.place import place_on_device
+
+_ADDRESS = 1 << 32
+_REPEAT = 5
+
+
+def main() -> None:
+    """Writes a row for each pair."""
+    options = options_of(__doc__, tokens=2000)
+    rows = Rows(options.json)
+    device = torch.device(options.device)
+    place = placing_on(device)
+    for pair in PAIRS:
+        chunks, size_bytes = chunks_of(pair, 32, options.tokens)
+        chunk = chunks[0]
+        wanted = merged(chunk.placements)
+        staging = torch.randint(0, 256, (chunk.buffer_bytes,), dtype=torch.uint8, device=device)
+        found, expected = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in "12")
+        place_on_device(staging, [(Bytes(_ADDRESS, expected), one) for one in wanted])
+        into = [(Bytes(_ADDRESS, found), one) for one in wanted]
+        placed, asked = _seconds(lambda staging=staging, into=into: place(staging, into), device)
+        other = torch.empty_like(staging)
+        copied, _ = _seconds(lambda other=other, staging=staging: other.copy_(staging), device)
+        rows.add(
+            f"{pair[0]} {pair[1]} -> {pair[2]} {pair[3]}",
+            way=place.__name__,
+            mib=chunk.buffer_bytes / 2**20,
+            is_right=bool(torch.equal(found, expected)),
+            gb_per_second=chunk.buffer_bytes / placed / 1e9,
+            of_copy=copied / placed,
+            asked_ms=1e3 * asked,
+        )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """(the device's, the host's to ask for it): medians, the first turns left out."""
+    found = []
+    for _ in range(_REPEAT + 2):
+        if device.type == "cpu":
+            began = time.perf_counter()
+            work()
+            passed = time.perf_counter() - began
+            found.append((passed, passed))
+            continue
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in "12")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)  # what is asked for meanwhile runs without a gap
+        before.record()
+        began = time.perf_counter()
+        work()
+        asked = time.perf_counter() - began
+        after.record()
+        torch.cuda.synchronize()
+        found.append((before.elapsed_time(after) / 1e3, asked))
+    passed, asked = zip(*found[2:], strict=True)
+    return statistics.median(passed), statistics.median(asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Caches in memory that the lab does not look into: a GPU's, where there is one.
+
+The lab's caches stay what they are in host memory, where contents are written and looked at. The
+device holds a copy of each of their allocations, and the connector is handed tensors that lie in
+these as they do here. What goes from one to the other is whole allocations.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+#: The variable that asks for it: :data:`GPU`, or :data:`COPY`; caches are the lab's own without it.
+MEMORY = "LAB_MEMORY"
+GPU = "cuda"
+#: Other host memory, which shows without a GPU that all that must be copied is.
+COPY = "copy"
+
+
+def asked() -> str:
+    """Which memory caches lie in; empty for the lab's own."""
+    return os.environ.get(MEMORY, "")
+
+
+def variables() -> dict[str, str]:
+    """What a lab's processes see of GPUs, and UCX's transports."""
+    if asked() != GPU:
+        return {"CUDA_VISIBLE_DEVICES": "", "UCX_TLS": "self,sm,tcp"}
+    # A process that is forked can use CUDA if the one before has never asked CUDA for devices.
+    return {"UCX_TLS": "self,sm,tcp,cuda", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+class TensorsElsewhere:
+    """The layers' tensors; those that share an allocation go on doing so."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        device = torch.device("cuda", 0) if asked() == GPU else torch.device("cpu")
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
+        self._pairs = {
+            address: (whole := _bytes_of(storage), torch.empty_like(whole, device=device))
+            for address, storage in storages.items()
+        }
+        self.tensors = {name: self._there(tensor) for name, tensor in tensors.items()}
+        self.push()
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        _, memory = self._pairs[tensor.untyped_storage().data_ptr()]
+        found = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return found.set_(memory.untyped_storage(), *place)
+
+    def push(self) -> None:
+        """Puts onto the device what host memory holds."""
+        for host, there in self._pairs.values():
+            there.copy_(host)
+        self._wait()
+
+    def pull(self) -> None:
+        """Puts into host memory what the device holds."""
+        self._wait()
+        for host, there in self._pairs.values():
+            host.copy_(there)
+
+    @staticmethod
+    def _wait() -> None:
+        if asked() == GPU:
+            torch.cuda.synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
