@@ -106,6 +106,7 @@ class Reader:
         leases: how long peers keep what is to be read.
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
         to_agent: (NIXL's name of a rank, message) -> the same.
+        understood: notifications by sender -> those that the release can take.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
         check_makers: give each load what makes the checks of its reads.
         book: of its worker.
@@ -128,6 +129,7 @@ class Reader:
         self.leases = Leases()
         self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
         self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
+        self.understood: Callable[[Any], Any] = dict
         self.masks: RecentEngines[int] = RecentEngines()
         self.check_makers: tuple[CheckLoad, ...] = ()
         self.book = Book()

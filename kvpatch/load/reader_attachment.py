@@ -30,6 +30,7 @@ from kvpatch.peer.inspected_caches import (
     has_blocks_of,
     is_plain,
 )
+from kvpatch.peer.notifications import Notifications
 from kvpatch.peer.remote_states import places_of_states
 from kvpatch.peer.split_kv import kv_split_of
 from kvpatch.peer.unlike_releases import messages
@@ -85,6 +86,7 @@ def attach_reader(
         reader.leases = leases_of(worker, release.facts)
         reader.to_engine = partial(messages.to_engine, worker)
         reader.to_agent = partial(messages.to_agent, worker)
+        reader.understood = Notifications(worker, release.facts).understood
         reader.book = state.book
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)
