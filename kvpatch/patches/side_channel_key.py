@@ -43,7 +43,7 @@ def _state() -> str:
 
     if not zmq.has("curve"):
         raise SettingsError(
-            f"{settings.SIDE_CHANNEL_KEY} is set, and this pyzmq was built without CURVE",
+            f"this pyzmq was built without CURVE, which {settings.SIDE_CHANNEL_KEY} needs",
             f"install pyzmq's own wheel, or unset {settings.SIDE_CHANNEL_KEY}",
         )
     return "on"

@@ -27,10 +27,11 @@ from kvpatch.peer.unlike_releases.peer_releases import (
 from kvpatch.peer.unlike_releases.side_channel import (
     Address,
     ask,
+    fields_of,
     question_for,
     rank_asked_for,
 )
-from kvpatch.peer.unlike_releases.translation import fields_of, translated
+from kvpatch.peer.unlike_releases.translation import translated
 
 HOST = "127.0.0.1"
 _LOOK_MS = 50
@@ -70,15 +71,7 @@ class Interpretation:
             raise PeerRefused("nobody knows how to ask this P", "use one vLLM on both sides")
         asked = time.perf_counter()
         payload, *clock = ask(self.peer, question_for(question, rank))
-        try:
-            stated = msgspec.msgpack.decode(payload, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise PeerRefused(
-                f"P answers a handshake with {shown(payload)}",
-                "use one vLLM on both sides, and have the proxy pass on P's remote_host and "
-                "remote_port",
-            ) from error
-        payload = self._payload(rank, stated, payload)
+        payload = self._payload(rank, fields_of(payload), payload)
         if self.own.question != "stage and rank":
             return [payload]
         return [payload, clock[0] if clock else msgspec.msgpack.encode(_between(asked))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import Question
+from kvpatch.core.text import shown
 
 _GET = b"get_meta_msg"
 
@@ -69,3 +71,21 @@ def ask(address: Address, message: bytes) -> list[bytes]:
             raise side_channel_key.nobody_answers(address.path)
         found: list[bytes] = asking.recv_multipart()
         return found
+
+
+def fields_of(payload: bytes) -> dict[str, Any]:
+    """What P answers or states, by name; nothing else than msgpack's own types comes of it.
+
+    Raises:
+        PeerRefused: it is no map of names.
+    """
+    import msgspec
+
+    try:
+        return msgspec.msgpack.decode(payload, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerRefused(
+            f"what a P states is no metadata: {shown(str(error))}",
+            "use one vLLM and one kvpatch on both sides, and have the proxy pass on P's "
+            "remote_host and remote_port",
+        ) from error

@@ -6,29 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.text import shown
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, inner_layout, layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.unlike_releases.peer_releases import Statement
-
-
-def fields_of(metadata: bytes) -> dict[str, Any]:
-    """What a rank states, by name; nothing else than msgpack's own types comes of it.
-
-    Raises:
-        PeerRefused: it is no metadata.
-    """
-    import msgspec
-
-    try:
-        return msgspec.msgpack.decode(metadata, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise PeerRefused(
-            f"what a P states is no metadata: {shown(str(error))}",
-            "use one vLLM and one kvpatch on both sides",
-        ) from error
 
 
 def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[str, Any]:
