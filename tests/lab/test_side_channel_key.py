@@ -11,7 +11,6 @@ import zmq
 
 from kvpatch.core.settings import SIDE_CHANNEL_KEY, SIDE_CHANNEL_PLAIN
 from kvpatch.patches import SLUGS
-
 from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 
 from .case import EngineSpec
