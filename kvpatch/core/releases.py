@@ -125,6 +125,8 @@ class ReleaseFacts:
     asks_for_kernel_sizes: bool = True
     #: the metadata of a read that failed is gone.
     forgets_failed_reads: bool = False
+    #: P ignores a notification that a request was read which it does not know.
+    forgives_unknown_reads: bool = True
     #: D computes the last, partial block of a prompt.
     loads_whole_blocks_only: bool = False
     #: the connector asks vLLM for a cache layout.
@@ -349,6 +351,7 @@ _0_10_0 = ReleaseFacts(
     skips_empty_prompts=True,
     counts_prefix_hits=False,
     asks_for_kernel_sizes=False,
+    forgives_unknown_reads=False,
     loads_whole_blocks_only=True,
     asks_for_layout=False,
     has_host_buffer=False,
@@ -376,6 +379,7 @@ _0_10_1 = replace(
     device_table="_NIXL_SUPPORTED_XPUS",
     tpu_flag="_use_pallas_v1",
     lists_block_sizes=True,
+    forgives_unknown_reads=True,
     loads_whole_blocks_only=False,
     asks_for_layout=True,
     has_host_buffer=True,

@@ -54,9 +54,9 @@ TRANSFERS = ("auto", "direct", "staged")
 DEFAULT_STAGING_BYTES = 256 * 1024**2
 #: A secret key of CURVE's, 32 bytes as Z85 writes them.
 KEY_LETTERS = 40
-KEY_ALPHABET = frozenset(
-    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-)
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+#: The last five letters that stand for four bytes.
+_Z85_LAST = "%nSc0"
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -114,6 +114,15 @@ def _bytes(name: str, default: int) -> Callable[[], int]:
     return _reader(name, read)
 
 
+def _is_key(text: str) -> bool:
+    """True if ZMQ takes it for a key."""
+    if len(text) != KEY_LETTERS or not set(_Z85).issuperset(text):
+        return False
+    digits = [_Z85.index(letter) for letter in text]
+    last = [_Z85.index(letter) for letter in _Z85_LAST]
+    return all(digits[at : at + 5] <= last for at in range(0, KEY_LETTERS, 5))
+
+
 def _key(name: str) -> Callable[[], str]:
     """The key in the file that a variable names; empty where nothing is set."""
 
@@ -130,7 +139,7 @@ def _key(name: str) -> Callable[[], str]:
                 f"{name}={path!r} is not a file that can be read: {error}",
                 f"name a file that `kvpatch key FILE` has written, or unset {name}",
             ) from error
-        if len(key) != KEY_LETTERS or not KEY_ALPHABET.issuperset(key):
+        if not _is_key(key):
             raise _settings_error(
                 f"{name}={path!r} is not a file with a key in it",
                 f"name a file that `kvpatch key FILE` has written, or unset {name}",

@@ -208,6 +208,7 @@ class Reader:
         heterogeneous: what reads from these; None before the first of them shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
         leases: how long peers keep what is to be read.
+        understood: notifications by sender -> those that the release can take.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
         check_makers: give each load what makes the checks of its reads.
         book: of its worker.
@@ -228,6 +229,7 @@ class Reader:
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
         self.context: RequestContext | None = None
         self.leases = Leases()
+        self.understood: Callable[[Any], Any] = dict
         self.masks: RecentEngines[int] = RecentEngines()
         self.check_makers: tuple[CheckLoad, ...] = ()
         self.book = Book()

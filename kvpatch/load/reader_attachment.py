@@ -23,6 +23,7 @@ from kvpatch.peer.inspected_caches import (
     has_blocks_of,
     is_plain,
 )
+from kvpatch.peer.notifications import Notifications
 from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_states import places_of_states
 from kvpatch.transfer.lifetime import Leases
@@ -69,6 +70,7 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker, release.facts)
+        reader.understood = Notifications(worker, release.facts).understood
         reader.book = state.book
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)

@@ -57,7 +57,7 @@ def _listen(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: An
     while True:
         try:
             return wrapped(_Answers(answers) if is_by_rank else answers, *more)
-        except (MsgspecError, ValueError, TypeError) as error:
+        except (MsgspecError, ValueError, TypeError, RecursionError) as error:
             _LOG.warning("a handshake has another shape: %s", shown(str(error)))
 
 

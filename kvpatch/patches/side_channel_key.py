@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.core import seams, settings
+from kvpatch.core.errors import SettingsError
 from kvpatch.core.ledger import Patch, Site, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 
@@ -35,12 +36,23 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     return dict.fromkeys(seams.side_channel_sockets(facts), _open)
 
 
+def _state() -> str:
+    if not settings.side_channel_key():
+        return "off"
+    import zmq
+
+    if not zmq.has("curve"):
+        raise SettingsError(
+            f"this pyzmq was built without CURVE, which {settings.SIDE_CHANNEL_KEY} needs",
+            f"install pyzmq's own wheel, or unset {settings.SIDE_CHANNEL_KEY}",
+        )
+    return "on"
+
+
 PATCH = Patch(
     slug="side_channel_key",
     wire_affecting=True,
     sites=_sites,
     document=__doc__,
-    switch=Switch(
-        settings.SIDE_CHANNEL_KEY, lambda: "on" if settings.side_channel_key() else "off"
-    ),
+    switch=Switch(settings.SIDE_CHANNEL_KEY, _state),
 )

@@ -25,6 +25,7 @@ How:
     each that it needs, one after the other, and a request's reads from all are one to it.
     Where kvpatch is not on in D's workers (from 0.11.1), D loads from peers whose blocks have shown
     to be as large as its own, by a prompt of several, and computes the rest.
+    A worker leaves out notifications of NIXL's that would end its engine, whoever sends them.
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:

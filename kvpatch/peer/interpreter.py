@@ -65,15 +65,7 @@ class Interpretation:
             raise PeerRefused("nobody knows how to ask this P", "use one vLLM on both sides")
         asked = time.perf_counter()
         payload, *clock = ask(self.peer, question_for(question, rank))
-        try:
-            stated = msgspec.msgpack.decode(payload, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise PeerRefused(
-                f"P answers a handshake with {shown(payload)}",
-                "use one vLLM on both sides, and have the proxy pass on P's remote_host and "
-                "remote_port",
-            ) from error
-        payload = self._payload(rank, stated, payload)
+        payload = self._payload(rank, fields_of(payload), payload)
         if self.own.question != "stage and rank":
             return [payload]
         return [payload, clock[0] if clock else msgspec.msgpack.encode(_between(asked))]

@@ -199,16 +199,17 @@ def ask(address: Address, message: bytes) -> list[bytes]:
         return found
 
 
-def fields_of(metadata: bytes) -> dict[str, Any]:
-    """Returns what a rank states, by name: msgpack's own types, and nothing else."""
+def fields_of(payload: bytes) -> dict[str, Any]:
+    """Returns what P answers or states, by name: msgpack's own types, and nothing else."""
     import msgspec
 
     try:
-        return msgspec.msgpack.decode(metadata, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+        return msgspec.msgpack.decode(payload, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PeerRefused(
             f"what a P states is no metadata: {shown(str(error))}",
-            "use one vLLM and one kvpatch on both sides",
+            "use one vLLM and one kvpatch on both sides, and have the proxy pass on P's "
+            "remote_host and remote_port",
         ) from error
 
 

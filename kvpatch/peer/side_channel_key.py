@@ -26,6 +26,12 @@ _LOG = logging.getLogger("kvpatch.side_channel_key")
 
 #: Before the release's own 5 seconds are over.
 ANSWER_MS = 4500
+#: How long a client may be silent before ZMQ knows that it has the key; 30 s are ZMQ's default.
+_HANDSHAKE_MS = 5000
+#: Larger frames end a connection. ZMQ takes them in before it knows whether the peer has the key.
+_QUESTION_BYTES = 2**16
+_ANSWER_BYTES = 2**28
+_DOMAIN = "kvpatch"
 
 
 @contextmanager
@@ -42,15 +48,20 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
     context: Any = zmq.Context()
     try:
         with ExitStack() as inside:
+            is_listener = socket_type == zmq.ROUTER
             is_open = settings.side_channel_plain()
-            if socket_type == zmq.ROUTER and not is_open:
+            if is_listener and not is_open:
                 inside.enter_context(_same_key_alone(context))
             socket = context.socket(socket_type)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, int("[" in address))
-            if socket_type == zmq.ROUTER:
+            socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+            socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES if is_listener else _ANSWER_BYTES)
+            if is_listener:
                 if not is_open:
                     listen_under_key(socket)
+                    socket.zap_domain = _DOMAIN.encode()
+                    socket.zap_enforce_domain = True  # nobody gets in where nobody looks at keys
                 socket.bind(address)
             else:
                 _ask_under_key(socket, address)
@@ -113,6 +124,7 @@ def _has_key(secret: bytes, address: str) -> bool | None:
     try:
         socket = context.socket(zmq.REQ)
         socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
         _own_key(socket, secret)
         failures = (
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -150,7 +162,7 @@ def _same_key_alone(context: zmq.Context[Any]) -> Iterator[None]:
     allowed = ThreadAuthenticator(context)
     allowed.start()
     try:
-        allowed.configure_curve_callback("*", _SameKey(zmq.curve_public(secret)))
+        allowed.configure_curve_callback(_DOMAIN, _SameKey(zmq.curve_public(secret)))
         yield
     finally:
         allowed.stop()

@@ -20,7 +20,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
 from kvpatch.peer.cpu_keys import word_of
-from kvpatch.peer.other_releases import Address, ask, question_for
+from kvpatch.peer.other_releases import Address, ask, fields_of, question_for
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -125,7 +125,6 @@ class SideChannels:
 
     def words(self, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> Mapping[str, object]:
         """All that a rank answers, by name; nothing where it does not answer, as a map."""
-        import msgspec
         import zmq
 
         address = self.found.get(engine_id)
@@ -135,15 +134,14 @@ class SideChannels:
             address = replace(address, port=address.port + tp_rank)
         try:
             payload, *_ = ask(address, question_for(facts.question, tp_rank))
-            stated: Mapping[str, object] = msgspec.msgpack.decode(payload, type=dict[str, Any])
-        except (PeerRefused, msgspec.MsgspecError, zmq.ZMQError) as error:
+            return fields_of(payload)
+        except (PeerRefused, zmq.ZMQError) as error:
             _LOG.warning(
                 "engine %.200r was asked for what its kvpatch says of its cache, and is taken for "
                 "one without: %s",
                 *(engine_id, error),
             )
             return {}
-        return stated
 
 
 def stated_blocks(words: Mapping[str, object]) -> StatedBlocks | None:

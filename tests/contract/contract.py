@@ -64,7 +64,7 @@ def recorded() -> dict[str, dict[Code, Known]]:
 
 
 def record(all_of_them: dict[str, dict[Code, Known]]) -> None:
-    """Writes what each release changed against the one before, after that has been read."""
+    """Writes what each release changed against the one before, a line for each module."""
     changes: dict[str, dict[str, dict[str, str | None]]] = {}
     before: dict[Code, Known] = {}
     for release, found in all_of_them.items():
@@ -75,4 +75,10 @@ def record(all_of_them: dict[str, dict[Code, Known]]) -> None:
                 by_name = changes[release].setdefault(code.module, {})
                 by_name[code.name] = None if known is None else str(known)
         before = found
-    DATA.write_text(json.dumps(changes, indent=0) + "\n")
+    releases = (f"{json.dumps(release)}: {_lines(found)}" for release, found in changes.items())
+    DATA.write_text("{\n" + ",\n".join(releases) + "\n}\n")
+
+
+def _lines(modules: dict[str, dict[str, str | None]]) -> str:
+    lines = (f" {json.dumps(module)}: {json.dumps(names)}" for module, names in modules.items())
+    return "{\n" + ",\n".join(lines) + "\n}"

@@ -445,6 +445,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         for module in ("vllm.attention.backends.abstract", "vllm.v1.attention.backend")
     ),
     "forgets_failed_reads": _forgets_failed_reads,
+    "forgives_unknown_reads": lambda s: (
+        "not in self._reqs_to_send" in s.body(s.reader, "_get_new_notifs")
+    ),
     "loads_whole_blocks_only": lambda s: (
         "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")
     ),

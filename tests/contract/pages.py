@@ -17,6 +17,7 @@ from . import (
     releases_page,
     tables,
     variables_page,
+    vex,
 )
 
 #: Made whole, from code and data.
@@ -28,6 +29,7 @@ GENERATED: dict[Path, Callable[[], str]] = {
     refusals_page.PAGE: refusals_page.page,
     releases_page.PAGE: releases_page.page,
     variables_page.PAGE: variables_page.page,
+    vex.PAGE: vex.page,
     table.PAGE: table.known_page,
     kvcached_cells.PAGE: kvcached_cells.known_page,
     releases_table.PAGE: releases_table.known_page,

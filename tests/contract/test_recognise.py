@@ -28,7 +28,16 @@ pytestmark = pytest.mark.contract
 
 NEWEST = RELEASES[-1]
 _ENDS = [releases[-1] for releases in GENERATIONS.values()]
-NAMES = ("0.33.1", "0.33.0.post1", "0.33.0rc1", "0.26.1rc1.dev657+g123", "0.1.dev20073+g123")
+#: Versions of builds that people run, a release whose code such a build may have, and as which
+#: kvpatch takes it.
+NAMES = (
+    ("0.33.1", NEWEST, NEWEST),
+    ("0.33.0.post1", NEWEST, NEWEST),
+    ("0.33.0rc1", NEWEST, NEWEST),
+    ("0.1.dev20073+g123", NEWEST, NEWEST),
+    ("0.26.1rc1.dev657+g123", "0.26.0", "0.26.0"),
+    ("0.20.2rc1.dev265+g123", "0.20.1", "0.20.2"),
+)
 _PACKAGE = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"
 
 #: Neighbours of which the one is taken for the other, and the patches that are refused then.
@@ -246,14 +255,14 @@ class TestDoctor:
         )
         return done.returncode, done.stdout + done.stderr
 
-    @pytest.mark.parametrize("version", NAMES)
-    def test_a_release_by_another_name(self, tmp_path, version):
-        build = renamed(NEWEST, version, tmp_path / "build")
+    @pytest.mark.parametrize(("version", "release", "taken_for"), NAMES)
+    def test_a_release_by_another_name(self, tmp_path, version, release, taken_for):
+        build = renamed(release, version, tmp_path / "build")
 
-        for path in (build, build / "vllm"):
-            status, out = self._run("--against", str(path))
-            assert status == 0, out
-            assert f"kvpatch works with vLLM {version} (as {NEWEST}, by its code)" in out
+        status, out = self._run("--against", str(build / "vllm"))
+
+        assert status == 0, out
+        assert f"kvpatch works with vLLM {version} (as {taken_for}, by its code)" in out
 
     def test_a_wheel(self, tmp_path):
         build, wheel = renamed(NEWEST, "0.33.1", tmp_path / "build"), tmp_path / "vllm.whl"
@@ -292,11 +301,12 @@ class TestDoctor:
     def test_what_all_patches_lean_on_has_moved(self, tmp_path):
         path = f"{_PACKAGE}/metadata.py"
         text = (tree(NEWEST) / path).read_text().replace("_VERSION: int = 15", "_VERSION: int = 16")
-        build = renamed(NEWEST, "0.33.1", tmp_path / "build", {path: text})
+        build = renamed(NEWEST, "0.26.1rc1.dev657+g123", tmp_path / "build", {path: text})
 
         status, out = self._run("--against", str(build))
 
         assert status == 1
+        assert "kvpatch refuses this build: vLLM 0.26.1rc1.dev657+g123 is none of the" in out
         assert f"{path}: expected NIXL_CONNECTOR_VERSION to be 15, found 16" in out
 
     def test_a_listed_release(self):

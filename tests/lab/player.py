@@ -365,6 +365,13 @@ class Player(Engine):
 
     # -- D -----------------------------------------------------------------
 
+    def notify(self, engine_id: str, messages: Sequence[bytes]) -> None:
+        """Sends a P that it knows whatever is given, through NIXL."""
+        worker = self._inner_workers()[0]
+        name = next(iter(worker._remote_agents[engine_id].values()))
+        for message in messages:
+            worker.nixl_wrapper.send_notif(name, notif_msg=message)
+
     def checked(self) -> dict[str, int]:
         """Loads by what their digests have said of them, over all ranks."""
         return digest_faults.counts(self._inner_workers())

@@ -32,6 +32,7 @@ def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:
         (b"one frame",),
         (b"", good, b"a third"),
         (b"", b"\xc1"),
+        (b"", b"\x91" * 100_000),
         (b"", msgspec.msgpack.encode(7)),
         (b"", msgspec.msgpack.encode((GET, *[[]] * 2))),
         (b"", msgspec.msgpack.encode((GET, *["x"] * 5))),

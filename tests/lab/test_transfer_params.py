@@ -302,18 +302,22 @@ def _as_proxies_send(own: dict[str, Any], facts: ReleaseFacts) -> Iterator[tuple
 def _outcomes(lab: Lab, *, patched: bool) -> dict[_Cell, str]:
     """What becomes of each cell; a stage for each D, whose prompts have then no common prefixes."""
     with Stage(lab) as stage:
-        pair = _Pair(stage, FACTS[lab.release], patched=patched)
+        pair = Pair(stage, FACTS[lab.release], patched=patched)
         own = json.loads(pair.ask().answer)
         return {cell: pair.outcome(cell) for cell, _ in _as_proxies_send(own, FACTS[lab.release])}
 
 
-class _Pair:
+#: What an outcome begins with that no engine may have.
+ENDS = "the engine ends"
+
+
+class Pair:
     """A stock P, and a D that has met it; a new D where one has ended."""
 
     def __init__(self, stage: Stage, facts: ReleaseFacts, *, patched: bool) -> None:
         self._stage, self._facts, self._patched = stage, facts, patched
         self.prefill = stage.prefill(SPEC)
-        self._decode = self._next()
+        self.decode = self._next()
 
     def _next(self) -> Actor:
         decode = self._stage.decode(OWN, patched=self._patched)
@@ -329,11 +333,24 @@ class _Pair:
         ask = self.ask()
         own = json.loads(ask.answer)
         sent = dict(_as_proxies_send(own, self._facts))[cell]
-        ask = replace(ask, answer=changed(ask.answer, [(cell[0], sent)]))
-        found = self._load(self._decode, ask)
-        if self._decode.has_raised:
-            self._decode = self._next()
+        return self.outcome_of(replace(ask, answer=changed(ask.answer, [(cell[0], sent)])))
+
+    def outcome_of(self, ask: Ask) -> str:
+        """What becomes of a load with these parameters."""
+        found = self._load(self.decode, ask)
+        if self.decode.has_raised:
+            self.decode = self._next()
         return found
+
+    def ends(self, ask: Ask) -> bool:
+        """True if these parameters end D, whatever else becomes of the load."""
+        try:
+            if self.decode.ask(ask):
+                self.decode.watch(ask.prompt, seconds=20 if self._patched else _STOCKS_SECONDS)
+        except Raised:
+            self.decode = self._next()
+            return True
+        return False
 
     def _load(self, decode: Actor, ask: Ask) -> str:
         before = len(decode.call("logged"))
@@ -345,7 +362,7 @@ class _Pair:
                 return "refused" if is_refused else "computed"
             seen = decode.watch(ask.prompt, seconds=20 if self._patched else _STOCKS_SECONDS)
         except Raised as error:
-            return f"the engine ends by {error}"[:300]
+            return f"{ENDS} by {error}"[:300]
         if not seen.received:
             return "failed" if seen.failed else "waiting"
         if decode.wrong(ask.prompt)[0]:

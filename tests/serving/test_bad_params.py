@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ async def _play(folder: Path) -> list[str]:
         wrong += await _offer_fields(pair)
         wrong += await _offer_requests(pair)
         await pair.require_good()
-        return wrong
+        return wrong + await _offer_to_stock(pair)
 
 
 async def _offer_fields(pair: Pair) -> list[str]:
@@ -146,6 +147,25 @@ async def _offer_requests(pair: Pair) -> list[str]:
     if status != 200:
         wrong.append(f"no blocks: HTTP {status}: {text[:200]}")
     return wrong
+
+
+async def _offer_to_stock(pair: Pair) -> list[str]:
+    """The control: P has no kvpatch, and one request with a missing field ends it."""
+    import httpx
+
+    own = await pair.own_params()
+    del own["remote_block_ids"]
+    with suppress(httpx.HTTPError):
+        await pair.answer_of(pair.prefill, {"kv_transfer_params": own})
+    for _ in range(600):
+        try:
+            health = await pair.client.get(f"{pair.prefill.url}/health", timeout=60)
+        except httpx.HTTPError:
+            return []
+        if health.status_code != 200:
+            return []
+        await asyncio.sleep(0.1)
+    return ["a stock engine serves on without remote_block_ids"]
 
 
 @pytest.mark.engines

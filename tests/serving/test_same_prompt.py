@@ -1,4 +1,7 @@
-"""Prompts of D that are not P's, by real engines: each answer is one engine's, computed afresh."""
+"""Prompts of D that are not P's, by real engines: each answer is one engine's, computed afresh.
+
+P and D have a side channel key, and strangers come to P's port before D does.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,23 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zmq
 
+from kvpatch.core.errors import RequestFailed
+from kvpatch.core.installed import installed_facts
+from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine
 from kvpatch.tools.verify.handoff import Request, decode, prefill
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, build_setups
+from tests.lab.side_channel import ask, question
+from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 
 if TYPE_CHECKING:
     import httpx
@@ -30,6 +40,7 @@ pytestmark = [
 ]
 
 _ANSWER, _TOKENS = 12, 137
+_LARGE = 2**27
 #: How much longer D's prompt is, and where another token stands in it.
 _CASES: tuple[tuple[int, tuple[int, ...]], ...] = (
     *((more, ()) for more in (-67, -10, -1, 0, 1, 20, 96)),
@@ -96,6 +107,33 @@ class Pair:
         return wrong
 
 
+async def _strangers(pair: Pair, key: Path) -> list[str]:
+    """What is wrong with how P takes strangers, and D a P of another key, in words."""
+    own, other = key.read_bytes(), zmq.curve_keypair()[1]
+    prompt = pair.prompt(_TOKENS)
+    params = await pair.prefilled(prompt)
+    key.write_bytes(other)
+    wrong = []
+    try:
+        await pair.answer(pair.decode, pair.request(prompt), params)
+        wrong.append("D loads from a P of another key")
+    except RequestFailed:
+        pass
+    key.write_bytes(own)
+    if "does not have this engine's side channel key" not in pair.decode.log.read_text():
+        wrong.append("D does not say that P has another key")
+    port, good = params["remote_port"], question(installed_facts().release, 0)
+    if ask(port, b"", good, answer_ms=60_000, keys=(own, own)) is None:
+        wrong.append("who has the key gets no answer")
+    for keys in (None, (other, other), (own, other)):
+        if ask(port, b"", good, keys=keys) is not None:
+            wrong.append(f"a stranger gets an answer, with {keys and keys.count(own)} halves")
+    wrong += [name for name, sent in FIRST_BYTES.items() if len(answer_to(port, sent)) > 64]
+    if sent_of_a_large_frame(port, _LARGE) >= _LARGE:
+        wrong.append("P takes in a large frame")
+    return wrong
+
+
 async def _one_turn(pair: Pair) -> list[str]:
     wrong = []
     for more, edits in _CASES:
@@ -148,9 +186,13 @@ async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
         engine_arguments=("--kv-transfer-config", json.dumps(_BOTH_WAYS)) if like else (),
     )
     (setup,) = build_setups(options, str(make_tiny_llama(folder / "model")))
+    keys = [folder / f"key-{side}" for side in "pd"]
+    secret = zmq.curve_keypair()[1]
+    for key in keys:
+        key.write_bytes(secret)
     specs = [
-        spec.__class__(**{**vars(spec), "environment": (("KVPATCH_DIGEST", digest),)})
-        for spec in setup.specs
+        replace(s, environment=(("KVPATCH_DIGEST", digest), (SIDE_CHANNEL_KEY, str(key))))
+        for s, key in zip(setup.specs, keys, strict=True)
     ]
     async with (
         httpx.AsyncClient(trust_env=False) as client,
@@ -158,7 +200,8 @@ async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
     ):
         await require_kvpatch_as_asked(client, engines)
         pair = Pair(client, engines, await vocabulary(client, engines[0]))
-        wrong = await _one_turn(pair)
+        wrong = await _strangers(pair, keys[1])
+        wrong += await _one_turn(pair)
         return wrong + (await _two_turns(pair) if like else [])
 
 

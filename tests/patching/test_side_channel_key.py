@@ -1,0 +1,197 @@
+"""The side channel's sockets under a key, without an engine: strangers at P's port, and at D's.
+
+The lab plays them at the listener of each release (tests/lab/test_side_channel_key.py).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvpatch.core.errors import PeerRefused, SettingsError
+from kvpatch.core.settings import SIDE_CHANNEL_KEY, SIDE_CHANNEL_PLAIN
+from kvpatch.patches.side_channel_key import PATCH
+from kvpatch.peer import side_channel_key
+from kvpatch.peer.side_channel_key import side_channel_socket
+from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
+
+pytestmark = pytest.mark.patching
+
+_MOST = 2**27
+#: However slow the machine is.
+_PATIENCE_MS = 120_000
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(side_channel_key, "ANSWER_MS", _PATIENCE_MS)
+    monkeypatch.setattr(side_channel_key, "_HANDSHAKE_MS", _PATIENCE_MS)
+    path = tmp_path / "key"
+    path.write_bytes(zmq.curve_keypair()[1])
+    monkeypatch.setenv(SIDE_CHANNEL_KEY, str(path))
+    return path
+
+
+class Listener:
+    """P's listener under the key: answers each question, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.port = 0
+        self._ends, self._binds = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        assert self._binds.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with side_channel_socket(zmq.ROUTER, "tcp://127.0.0.1:0") as listening:
+            self.port = int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":")[-1])
+            self._binds.set()
+            while not self._ends.is_set():
+                if listening.poll(20):
+                    who, _, question = listening.recv_multipart()
+                    self.asked.append(question)
+                    listening.send_multipart((who, b"", b"answer"))
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with Listener() as opened:
+        yield opened
+
+
+def asked(port: int) -> bytes:
+    with side_channel_socket(zmq.REQ, f"tcp://127.0.0.1:{port}") as asking:
+        asking.send(b"good")
+        assert asking.poll(_PATIENCE_MS)
+        found: bytes = asking.recv()
+        return found
+
+
+def test_no_stranger_is_heard_and_none_ends_it(listener: Listener) -> None:
+    for name, sent in FIRST_BYTES.items():
+        found = answer_to(listener.port, sent)
+        assert b"answer" not in found and len(found) <= 64, (name, found)
+        assert asked(listener.port) == b"answer", name
+    assert listener.asked == [b"good"] * len(FIRST_BYTES)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_no_memory_grows_by_a_strangers_frame(
+    monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """The control takes in all that is sent, before it knows whether the peer has the key."""
+    if not bounded:
+        monkeypatch.setattr(side_channel_key, "_QUESTION_BYTES", -1)
+    with Listener() as listener:
+        sent = sent_of_a_large_frame(listener.port, _MOST)
+
+        assert (sent < _MOST) is bounded
+        assert not bounded or asked(listener.port) == b"answer"
+
+
+def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_channel_key, "_HANDSHAKE_MS", 100)
+    with Listener() as listener:
+        silent = [socket.create_connection(("127.0.0.1", listener.port), 60) for _ in range(200)]
+        for one in silent:
+            with one:
+                while one.recv(100):
+                    pass
+
+
+def test_who_looks_at_keys_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then none gets in, not even who has the key."""
+
+    @contextmanager
+    def _nobody(context: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(side_channel_key, "_same_key_alone", _nobody)
+    with Listener() as listener, pytest.raises(PeerRefused, match="does not have this engine's"):
+        asked(listener.port)
+
+
+@contextmanager
+def _impostor(first: bytes) -> Iterator[int]:
+    """Listens at a port, sends each who comes some bytes, and waits until they go."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def _serve() -> None:
+        while True:
+            try:
+                who, _ = listening.accept()
+            except OSError:
+                return
+            with who:
+                try:
+                    who.sendall(first)
+                    while who.recv(2**16):
+                        pass
+                except OSError:
+                    pass
+
+    thread = threading.Thread(target=_serve, daemon=True)
+    thread.start()
+    yield listening.getsockname()[1]
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join(60)
+
+
+@pytest.mark.parametrize("name", [n for n in FIRST_BYTES if n not in ("ZMTP 1.0", "noise")])
+def test_d_refuses_an_impostor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
+    reasons = "does not have this engine's side channel key|nobody answers at"
+    with _impostor(FIRST_BYTES[name]) as port, pytest.raises(PeerRefused, match=reasons):
+        asked(port)
+
+
+def test_d_refuses_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
+    with _impostor(b"") as port, pytest.raises(PeerRefused, match="nobody answers at"):
+        asked(port)
+
+
+def test_a_rotated_key_is_another_one_until_p_starts_anew(key: Path) -> None:
+    with Listener() as listener:
+        key.write_text(f"{zmq.curve_keypair()[1].decode()}\r\n")
+        with pytest.raises(PeerRefused, match="does not have this engine's side channel key"):
+            asked(listener.port)
+    with Listener() as listener:
+        assert asked(listener.port) == b"answer"
+
+
+def test_while_it_is_rolled_out_who_has_no_key_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIDE_CHANNEL_PLAIN, "true")
+    with Listener() as listener:
+        assert asked(listener.port) == b"answer"
+        monkeypatch.delenv(SIDE_CHANNEL_KEY)
+        assert asked(listener.port) == b"answer"
+        # Nor does a stranger's frame grow its memory before all have the key.
+        assert sent_of_a_large_frame(listener.port, _MOST) < _MOST
+
+
+def test_a_pyzmq_without_curve_is_named_when_the_patch_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert PATCH.switch is not None and PATCH.switch.read() == "on"
+    monkeypatch.setattr(zmq, "has", lambda what: False)
+    with pytest.raises(SettingsError, match="this pyzmq was built without CURVE"):
+        PATCH.switch.read()
+    monkeypatch.delenv(SIDE_CHANNEL_KEY)
+    assert PATCH.switch.read() == "off"
