@@ -13,8 +13,8 @@ from .host import Lab
 from .releases import (
     ends_of_generations,
     is_full,
+    is_listed,
     newest,
-    plays_all,
     selected,
     some_ends_of_generations,
 )
@@ -30,7 +30,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 def _releases_for(item: pytest.Item) -> list[str]:
-    """The releases on which a test is played where all are asked for."""
+    """The releases on which a test is played where none are asked for by name."""
     if item.get_closest_marker("every_release"):
         return selected()
     if item.get_closest_marker("some_generations"):
@@ -41,7 +41,7 @@ def _releases_for(item: pytest.Item) -> list[str]:
 def _is_played(item: pytest.Item, release: str, part: Share | None) -> bool:
     if is_full():
         return True
-    releases = _releases_for(item) if plays_all() else selected()
+    releases = selected() if is_listed() else _releases_for(item)
     if release not in releases:
         return False
     if part is None or release == newest() or item.get_closest_marker("every_release"):
@@ -52,7 +52,7 @@ def _is_played(item: pytest.Item, release: str, part: Share | None) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what a run does not play.
 
-    Of all releases those alone that end a generation play what is marked
+    Where all releases are played, those alone that end a generation play what is marked
     ``one_per_generation``: seconds a test, and the same code in between. What is a product of
     two such, each played there by itself, is marked ``some_generations``: every third of them.
     Of what is left a share is played where one is asked for (``selection.py``).

@@ -1,9 +1,9 @@
 """Which of a release's tests a run plays: a share that changes, of all but the newest release.
 
-The lab has some 24,000 tests over 39 releases, hours of them on two cores. The gate plays the
-newest release whole, of each other release the tests marked ``every_release``, and of the rest
-one part of several. Which part a test is in depends on the release too, so that a run
-meets each test on several releases, and as many runs as there are parts meet each test on all.
+The lab takes hours on two cores. The gate plays the newest release whole. Of the newest release of
+each other generation it plays the tests marked ``every_release``, and of the rest one part of
+several. Which part a test is in depends on the release too: a run meets each test on some releases,
+and as many runs as there are parts meet it on all.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from tests.conftest import release_of, unit_of
+from tests.conftest import part_of, release_of, unit_of
+from tests.progress import Progress
 
 from .selection import Share, name_without, on_every_release, share
 
@@ -16,19 +17,13 @@ _PARTS = 6
 _TESTS = [f"test_x.py::test_y[{number}]" for number in range(40)]
 
 
-@pytest.mark.parametrize("test", _TESTS)
-def test_each_release_is_in_one_share(test: str) -> None:
-    for release in RELEASES:
-        parts = [n for n in range(_PARTS) if Share(n, _PARTS).has(test, RELEASES, release)]
-        assert len(parts) == 1
-
-
-@pytest.mark.parametrize("part", range(_PARTS))
-def test_a_share_meets_each_test_on_several_releases_and_they_are_not_the_same(part: int) -> None:
-    found = [{r for r in RELEASES if Share(part, _PARTS).has(t, RELEASES, r)} for t in _TESTS]
-    assert all(len(RELEASES) // _PARTS <= len(releases) for releases in found)
-    assert set.union(*found) == set(RELEASES)
-    assert set.intersection(*found) == set()
+def test_each_release_is_in_one_share_and_no_share_has_all_of_a_tests_releases() -> None:
+    for test in _TESTS:
+        found = [
+            {r for r in RELEASES if Share(n, _PARTS).has(test, RELEASES, r)} for n in range(_PARTS)
+        ]
+        assert sorted(r for part in found for r in part) == sorted(RELEASES)
+        assert all(len(RELEASES) // _PARTS <= len(part) for part in found)
 
 
 def test_the_name_is_one_on_all_releases() -> None:
@@ -101,3 +96,20 @@ def test_one_release_alone_is_spread_by_file() -> None:
     assert unit_of(test, ["0.32.0", "0.33.0"]) == "0.33.0"
     assert unit_of(test, ["0.33.0"]) == "tests/lab/test_x.py"
     assert unit_of("tests/patching/test_x.py::test_y", ["0.33.0"]).endswith("test_y")
+
+
+def test_a_line_of_progress_says_what_is_played_and_what_is_left() -> None:
+    lab, other = "tests/lab/test_x.py::test_y[0.33.0]", "tests/contract/test_x.py::test_y"
+    progress = Progress(part_of, print)
+    progress.pytest_xdist_node_collection_finished([lab, other])
+    progress.pytest_sessionfinish()
+    for phase in ("setup", "call", "teardown"):
+        progress.pytest_runtest_logstart(lab)
+        report = pytest.TestReport(other, ("", 0, ""), {}, "failed", None, phase)  # type: ignore[arg-type]
+        if phase != "setup":
+            progress.pytest_runtest_logreport(report)
+
+    assert progress.line() == (
+        "tests: 1 of 2 in 0 minutes, 2 failed; playing the lab on 0.33.0; "
+        "left: 1 of the lab on 0.33.0"
+    )
