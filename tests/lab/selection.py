@@ -2,8 +2,8 @@
 
 The lab takes hours on two cores. The gate plays the newest release whole. Of the newest release of
 each other generation it plays the tests marked ``every_release``, and of the rest one part of
-several. Which part a test is in depends on the release too: a run meets each test on some releases,
-and as many runs as there are parts meet it on all.
+several. Which part a test is in, with all its parameters, depends on the release too: a run meets
+each test on some releases, and as many runs as there are parts meet it on all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Share:
         """Whether this part has a test on a release; each of `releases` is in one part.
 
         Args:
-            test: its name, the same on all releases.
+            test: its name without parameters.
             releases: all that the test is for.
         """
         return (crc32(test.encode()) + releases.index(release)) % self.parts == self.part
@@ -53,11 +53,6 @@ def share() -> Share | None:
     if found is None or not int(found[1]) < int(found[2]):
         raise ValueError(f"{_VARIABLE}={wanted!r}: expected PART/PARTS, 0/6 to 5/6 say")
     return Share(int(found[1]), int(found[2]))
-
-
-def name_without(release: str, nodeid: str) -> str:
-    """A test's name without the release that it is played on."""
-    return nodeid.replace(release, "", 1)
 
 
 def on_every_release(names: Iterable[str], chosen: Collection[str]) -> list[Any]:

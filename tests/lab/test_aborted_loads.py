@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from .engine_api import Ask, Prompt
 from .host import Lab
-from .releases import states_block_size, states_layout
+from .releases import states_layout
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, introduce
 
@@ -137,9 +137,8 @@ def test_blocks_come_back_when_the_peer_dies(stage: Stage) -> None:
     assert pair.free_now() == pair.free
 
 
-def test_a_load_that_failed_before_its_client_gave_up(stage: Stage, lab: Lab) -> None:
-    if states_block_size(lab.release):
-        pytest.skip("this release fails the request itself")
+@pytest.mark.on(states_block_size=False)
+def test_a_load_that_failed_before_its_client_gave_up(stage: Stage) -> None:
     pair = _pair(stage)
     prompt = stage.prompt(TOKENS)
     asks = pair.prefill.compute(prompt)

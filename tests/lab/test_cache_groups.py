@@ -19,9 +19,9 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import is_full, states_kernel_blocks
+from .releases import is_full
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 WINDOW = 64
 #: Layers by turns: full attention and a window, and full attention and two windows.
@@ -31,12 +31,6 @@ LIKE = {"32 to 32": (32, 32)}
 #: Shorter than the window, about as long, and several times it.
 PROMPTS = (1, 40, 64, 65, 159, 300)
 HITS = ("none", "one block", "all but one")
-
-
-@pytest.fixture(autouse=True)
-def _release_has_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
 
 
 def engine_of(model: str, block_tokens: int) -> EngineSpec:
@@ -227,12 +221,11 @@ def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
 # --- blocks that FlashInfer may have cut, <= 0.20 ---
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize("prompt", [10, 40, 100])
 @pytest.mark.parametrize("cut", [True, False])
 def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> None:
     """48 tokens cut into 16 look like 16; D reads what it has computed a prompt of before."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
     d = replace(engine_of("two groups", 16), family="flashinfer", device="cuda")
     p = replace(engine_of("two groups", 48), family="flashinfer", device="cuda", parts=3)
     case = Case("may be cut", p if cut else d, d, prompt)
@@ -254,11 +247,10 @@ def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WI
     return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize("prompt", [10, 40, 100, 300])
 def test_windows_alone_that_a_peer_may_have_cut(lab: Lab, prompt: int) -> None:
     """What the window's last blocks hold tells 48 tokens cut into 16 from 16."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
     case = _window_alone(16, prompt, cut=48)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
@@ -300,10 +292,9 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
     assert report.outcome == ("corrupt" if facts.lists_drafted_blocks else "identical"), report
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 def test_a_short_window(lab: Lab) -> None:
     """Of a window of 16 two blocks are named, whether they have 16 tokens or 48."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
     for cut in (0, 48):
         case = _window_alone(16, 100, cut, window=16)
 
@@ -312,9 +303,8 @@ def test_a_short_window(lab: Lab) -> None:
         assert (report.outcome, report.moved_tokens) == ("identical", 100), report
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
 
     assert lab.run(_window_alone(16, 10, cut=48)).outcome == "corrupt"

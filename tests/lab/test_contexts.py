@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import FACTS
-
 from .case import EngineSpec
 from .host import Lab
 from .releases import states_block_size
 from .stage import Stage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(context_sizes=True, states_context_parallelism=False),
+]
 
 ALONE = EngineSpec(block_tokens=16, planned_blocks=64, kv_heads=2, head_dim=16, tp_size=2)
 SHARED = replace(ALONE, contexts=2)
@@ -24,13 +26,6 @@ PAIRS = {
     "P without, of one block": (ALONE, 10, False),
     "P of four": (replace(SHARED, contexts=4), 100, False),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nobody_states_it(lab: Lab) -> None:
-    facts = FACTS[lab.release]
-    if not facts.context_sizes or facts.states_context_parallelism:
-        pytest.skip("no such parallelism, or a handshake states it")
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -19,9 +19,12 @@ from .host import Lab
 from .releases import is_full
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, introduce, names
-from .test_stale_blocks import states_holds
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(listens_in_scheduler=True),
+]
 
 _SECONDS = (5.0, 12.0, 25.0) if is_full() else (0.3,)
 _TRANSPORTS = ("self,tcp", "self,sm") if is_full() else ("self,tcp",)
@@ -59,8 +62,6 @@ def transports(request: pytest.FixtureRequest) -> str:
     ids=lambda param: f"{param[0]}, digests {param[1]}",
 )
 def pair(lab: Lab, request: pytest.FixtureRequest, transports: str) -> Iterator[Pair]:
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     kind, digest = request.param
     settings = (*SPEC.settings, ("KVPATCH_DIGEST", digest))
     spec = replace(SPEC, patched=True, patches=SLUGS, settings=settings)

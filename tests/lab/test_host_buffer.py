@@ -160,10 +160,9 @@ def test_ranks(lab: Lab) -> None:
     assert report.outcome == "identical", report
 
 
+@pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
 def test_windows(lab: Lab) -> None:
     """Several cache groups over shared tensors: a block of any of them is a row."""
-    if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
     windows = {
         "window_tokens": (0, 64),
         "layers": 4,
@@ -223,10 +222,9 @@ def test_tensors_without_a_storage(lab: Lab, name: str) -> None:
     assert report.moved_tokens == tokens_to_move(wanted, lab.release)
 
 
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0 states no layout
 def test_another_layout_is_not_believed_without_storages(lab: Lab) -> None:
     """A stock peer on such a device may say HND of what is NHD."""
-    if moves_full_blocks_only(lab.release):
-        pytest.skip("0.10.0 states no layout")
 
     reports = [lab.run(case(to, (prefilling(layout=to), buffered(**XLA)))) for to in ("HND", "NHD")]
 
@@ -236,10 +234,9 @@ def test_another_layout_is_not_believed_without_storages(lab: Lab) -> None:
     assert "ENABLE_KVPATCH there too" in refused.detail
 
 
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
 @pytest.mark.parametrize("how", ["right", "wrong"])
 def test_a_platforms_own_copies_are_kept_where_they_are_right(lab: Lab, how: str) -> None:
-    if moves_full_blocks_only(lab.release):
-        pytest.skip("0.10.0's connector is handed no copies")
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(ROOM, planned_blocks=77))
         scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
@@ -402,10 +399,9 @@ def test_preemption_gives_host_blocks_back(lab: Lab) -> None:
         assert scene.host_blocks() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
 
 
+@pytest.mark.on(frees_blocks_later=True)  # else: blocks are freed at once
 def test_preemption_beside_a_step_gives_host_blocks_back(lab: Lab) -> None:
     """vLLM takes the blocks from a request whose step is under way, and frees them behind it."""
-    if not FACTS[lab.release].frees_blocks_later:
-        pytest.skip("blocks are freed at once")
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(step_tokens=48, schedules_ahead=True))
         scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
@@ -503,10 +499,9 @@ def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> 
         assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
+@pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
 def test_tensors_that_layers_share_are_there_once(lab: Lab) -> None:
     """The hybrid allocator's: four layers in two tensors are two in the buffer."""
-    if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
     windows = {"window_tokens": (0, 64), "layers": 4, "own_scheduler": True}
     with Stage(lab) as stage:
         prefill = stage.start(buffered(20, **windows))

@@ -24,19 +24,13 @@ INDEXED = EngineSpec(
 )
 
 
-@pytest.fixture
-def _has_indexers(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.11"):
-        pytest.skip("this release has no indexers")
-
-
 def _indexed(prefill: dict[str, object], decode: dict[str, object], **more: object) -> Case:
     name = f"indexer caches, P {prefill}, D {decode}"
     sides = (replace(INDEXED, **side) for side in (prefill, decode))  # type: ignore[arg-type]
     return Case(name, *sides, **{"prompt_tokens": 100, **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
 def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     """The last block of a prompt is not full, and its scales lie at its end."""
@@ -48,12 +42,11 @@ def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(states_block_size=True)
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p_parts", "d_parts"), [(2, 1), (1, 2)])
 def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int) -> None:
     """Kernel blocks are alike: each moves whole, the last one too."""
-    if not states_block_size(lab.release):
-        pytest.skip("this release cuts no blocks")
     p, d = ({"block_tokens": 64 * parts, "parts": parts} for parts in (p_parts, d_parts))
     case = _indexed(p, d, prompt_tokens=300, prefix_hit_tokens=128)
 
@@ -63,7 +56,7 @@ def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int)
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
     parts = 2 if states_block_size(lab.release) else 1
     case = _indexed({}, {"block_tokens": 64 * parts, "parts": parts})
@@ -73,11 +66,10 @@ def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
     assert report.outcome == "corrupt", report
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(before="0.18")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p", "d"), [(64, 32), (32, 64)])
 def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) -> None:
-    if Version(lab.release) >= Version("0.18"):
-        pytest.skip("this release's worker cuts an indexer's blocks into 64 tokens, or none")
     case = _indexed({"block_tokens": p}, {"block_tokens": d})
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
@@ -86,7 +78,7 @@ def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) 
     assert "an indexer's values" in report.detail, report
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize("side", ["P", "D", "both"])
 def test_indexers_behind_a_host_buffer(lab: Lab, side: str) -> None:
     on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
@@ -107,12 +99,6 @@ def _slotted(prefill: dict[str, object], decode: dict[str, object], **more: obje
     return Case(name, *sides, **{"prompt_tokens": 150, **more})  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def _has_slots(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.30"):
-        pytest.skip("this release has no B12X")
-
-
 _MIXED = {
     "ranks and blocks": ({"block_tokens": 128, "tp_size": 2}, {"tp_size": 4}),
     "ranks": ({"tp_size": 2}, {"tp_size": 4}),
@@ -120,7 +106,7 @@ _MIXED = {
 }
 
 
-@pytest.mark.usefixtures("_has_slots")
+@pytest.mark.on(since="0.30")
 @pytest.mark.parametrize("name", _MIXED)
 def test_slots_of_all_heads_are_never_cut(lab: Lab, name: str) -> None:
     """Stock reads half of a block, all heads' keys, for half of the heads."""
@@ -168,9 +154,8 @@ def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> N
     assert report.outcome == "identical", report
 
 
+@pytest.mark.on(names_layouts=True)
 def test_shuffled_keys_of_unlike_logical_blocks(lab: Lab, shuffled: EngineSpec) -> None:
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release takes blocks of any multiple of 16 whole")
     prefill = replace(shuffled, block_tokens=48, parts=3)
     case = Case("shuffled keys, P 48, D 16", prefill, shuffled, prompt_tokens=150)
 

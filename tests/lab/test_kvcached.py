@@ -9,7 +9,6 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from kvpatch.peer.split_kv import PAGE_BYTES
-from tests.releases import kvcached
 
 from .case import Case, Family, Sabotage
 from .host import Lab
@@ -19,11 +18,6 @@ from .releases import moves_full_blocks_only, states_layout
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _CELLS = tuple(cells())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
 
 
 @pytest.mark.parametrize(("family", "layout", "side"), _CELLS)
@@ -64,6 +58,7 @@ def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
     assert report.wrong_elements > 0
 
 
+@pytest.mark.on(states_layout=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
@@ -71,8 +66,6 @@ def test_beside_a_plain_cache_of_other_blocks(
     lab: Lab, layout: str, side: str, sizes: tuple[int, int]
 ) -> None:
     """The plain one is HND, as vLLM's connector asks for; the other NHD, as kvcached's are."""
-    if not states_layout(lab.release):
-        pytest.skip("this release states no layout")
     beside = case("flashinfer", layout, side, by_kvpatch=True)
     p, d = (
         replace(

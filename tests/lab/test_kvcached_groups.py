@@ -12,7 +12,6 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
@@ -20,16 +19,9 @@ from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
 from .test_cache_groups import MODELS, WINDOW, engine_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
-
-
-@pytest.fixture(autouse=True)
-def _release_has_groups(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
 
 
 def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSpec:

@@ -13,7 +13,6 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .caches import UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Sabotage
@@ -21,7 +20,7 @@ from .engine_api import Ask
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
 from .kvcached_standin import CARD
-from .releases import moves_full_blocks_only, states_block_size
+from .releases import moves_full_blocks_only
 from .stage import Raised, Stage
 from .test_host_buffer import ALWAYS
 from .test_kvcached_groups import _spec as of_groups
@@ -32,11 +31,6 @@ from .test_like_pairs import tokens_to_move
 pytestmark = [pytest.mark.lab, pytest.mark.some_generations]
 
 _TOKENS = 150
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
 
 
 def _engine(family: Family, layout: str, **more: object) -> EngineSpec:
@@ -123,9 +117,8 @@ def test_ranks_and_a_prefix_that_d_has(lab: Lab) -> None:
     assert report.outcome == "identical", report
 
 
+@pytest.mark.on(states_block_size=True)
 def test_blocks_that_are_cut(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release cuts no blocks")
     cut = {"block_tokens": 128, "parts": 2, "planned_blocks": 20, "tensor_blocks": 30}
     wanted = _pair("flashinfer", "split-half", "split-half", "P D", **cut)
 
@@ -206,10 +199,9 @@ def test_a_spoilt_save_is_noticed(lab: Lab, how: str) -> None:
         assert decode.wrong(*prompts)[0] > 0
 
 
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
 def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(lab: Lab) -> None:
     """To try them would be to read a block that nobody has."""
-    if moves_full_blocks_only(lab.release):
-        pytest.skip("0.10.0's connector is handed no copies")
     with Stage(lab) as stage:
         prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
 
@@ -258,9 +250,8 @@ def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: in
         assert report.outcome == "identical", (p, report)
 
 
+@pytest.mark.on(since="0.18")
 def test_recurrent_state_is_refused(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
     engine = _buffered(of_states("contiguous"))
 
     report = lab.run(Case("state", engine, engine, 300))

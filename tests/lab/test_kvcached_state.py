@@ -11,25 +11,16 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
-
-
-@pytest.fixture(autouse=True)
-def _release_has_state(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
 
 
 def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
@@ -202,6 +193,7 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
     assert "recurrent state in kvcached's contiguous layout" in report.detail
 
 
+@pytest.mark.on(has_channels_first=True)
 @pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("d", LAYOUTS)
@@ -209,8 +201,6 @@ def test_states_of_unlike_ranks_come_into_a_pool(
     lab: Lab, d: str, p_ranks: int, d_ranks: int, kind: str
 ) -> None:
     """P is plain, whose ranks' shares follow from its regions."""
-    if not FACTS[lab.release].has_channels_first:
-        pytest.skip("this release's are not read")
     prefill = replace(_spec("", 64), tp_size=p_ranks, state_kind=kind)
     case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
 
@@ -232,6 +222,7 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
     assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize(
     ("p", "d", "state_first"),
     [
@@ -243,8 +234,6 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
 )
 def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     """From 0.29 on vLLM has such a pool too, whose states stock reads from other places."""
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
     prefill, decode = (
         replace(
             _spec(layout) if layout == "contiguous" else replace(_spec(""), layout=layout),

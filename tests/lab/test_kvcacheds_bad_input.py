@@ -12,7 +12,6 @@ from typing import Literal
 import pytest
 
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .caches import ODD_LAYER, UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
@@ -24,11 +23,6 @@ from .releases import has_named_layouts, states_layout
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 Layout = Literal["contiguous", "split-half"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
 
 
 def _spec(layout: str, *settings: tuple[str, str]) -> EngineSpec:
@@ -93,11 +87,11 @@ def test_a_tensor_outside_the_pool(lab: Lab, layout: str, odd: str, said: str) -
     assert "xpected" in report.detail and "ENABLE_KVCACHED=false" in report.detail
 
 
+# kvcached compares the two in its manager, which the lab does not run
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_that_do_not_fit_pages_are_refused_by_kvcached(lab: Lab, layout: str) -> None:
     """From 0.29 on it looks at its pages where it allocates; pages of 2 KiB hold no block here."""
-    if not has_named_layouts(lab.release):
-        pytest.skip("kvcached compares the two in its manager, which the lab does not run")
     small = _spec(layout, (PAGE, "2048"))
 
     report = _run(lab, small, small)

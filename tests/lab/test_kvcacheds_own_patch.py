@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .case import Case, EngineSpec
 from .child import KVCACHEDS_OWN
@@ -22,11 +21,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _HALVES = replace(_ROWS, allocation="split_half")
 Order = Literal["before", "after"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
 
 
 def _spec(spec: EngineSpec, order: Order, *, patched: bool) -> EngineSpec:

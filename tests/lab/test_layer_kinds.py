@@ -216,14 +216,13 @@ _JOINED = {
 }
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("name", _JOINED)
 def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
     """Left to the release where it joins smaller blocks rightly, from 0.32 on; else refused.
 
     A request with a prefix hit, which the release pairs wrongly, is mended as one of rows is.
     """
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release registers no such cache")
     engine = _JOINED[name]
     joins = Version(lab.release) >= Version("0.32")
     case = Case(f"pooled, {name}", engine, replace(engine, block_tokens=32), prompt_tokens=100)

@@ -96,10 +96,9 @@ def test_a_load_that_ends_before_it_is_served(scene: Scene, kind: str) -> None:
     _wait_before(scene, 0.0)
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 def test_where_p_gives_its_word_no_clock_is_looked_at(lab: Lab, kind: str) -> None:
     """P's answer was long on its way, and P holds the blocks all the same."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     with Stage(lab) as stage:
         spec = replace(UNLIKE[kind], patched=True)
         actor, decode = stage.start(spec), stage.decode(SPEC)
@@ -136,10 +135,9 @@ def test_d_computes_the_load(lab: Lab, kind: str) -> None:
         _assert_nothing_wrong_is_cached(decode, prompt)
 
 
+@pytest.mark.on(listens_in_scheduler=False)  # else: the load fails, and D computes it
 def test_what_has_waited_too_long_is_computed_where_no_load_can_fail(lab: Lab) -> None:
     """As behind a long queue; a worker that finds out too late could not end the load."""
-    if states_holds(lab.release):
-        pytest.skip("the load fails, and D computes it")
     with Stage(lab) as stage:
         actor = prefill(stage, SPEC, patched=False)
         decode = stage.decode(replace(SPEC, own_scheduler=True))

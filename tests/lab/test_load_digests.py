@@ -17,11 +17,15 @@ from kvpatch.patches import SLUGS
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
+from .releases import has_tpus
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
-from .test_stale_blocks import states_holds
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(listens_in_scheduler=True),
+]
 
 TOKENS = 150
 #: Of a P that is not to let go of anything, and of one that soon does.
@@ -55,6 +59,18 @@ WHOLE = replace(
     patched=True,
     patches=SLUGS,
 )
+
+
+def _latents(tokens: int) -> EngineSpec:
+    return spec(family="mla", block_tokens=tokens, head_dim=64, kv_heads=1, dtype="bfloat16")
+
+
+def _turns(tokens: int) -> EngineSpec:
+    """Heads of keys and of values by turns."""
+    return spec(family="pallas", block_tokens=tokens, head_dim=128, dtype="bfloat16")
+
+
+_indexed = replace(_latents(64), layout="NHD", layers=4, has_indexer=True, planned_blocks=40)
 CHECKED = {"checked": 1, "partly": 0, "alarm": 0, "unchecked": 0}
 PARTLY = {"checked": 0, "partly": 1, "alarm": 0, "unchecked": 0}
 ALARM = {"checked": 0, "partly": 0, "alarm": 1, "unchecked": 0}
@@ -113,8 +129,6 @@ def scene(
     tokens: int = TOKENS,
     lease_seconds: int = _LEASE_SECONDS,
 ) -> Scene:
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     p = stage.start(
         replace(prefill, settings=(*prefill.settings, (_TIMEOUT, str(lease_seconds)))),
         {"kv_lease_duration": lease_seconds},
@@ -219,17 +233,37 @@ def test_each_head_is_read_from_one_rank(lab: Lab, ranks: tuple[int, int], way: 
         found.assert_counted(**times(ALARM, ranks[1]))
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
-    """What lies behind their last token is nobody's, where several ranks have it."""
-    if Version(lab.release) < Version("0.29"):
+#: Kinds of caches: P, D, the first release that has them, and what a good load counts as.
+KINDS = {
+    "fp8": (spec(dtype="fp8"), spec(layout="NHD", block_tokens=48, dtype="fp8"), "0.11.1", CHECKED),
+    "latents": (_latents(32), _latents(16), "0.11.1", CHECKED),
+    "a TPU's": (_turns(32), _turns(64), "0.11.1", CHECKED),
+    "indexers": (_indexed, _indexed, "0.11.1", CHECKED),
+    "cross-layer": (
+        spec(layout="BLHNC", block_tokens=32), spec(layout="LHBNC"), "0.29", CHECKED,
+    ),
+    **{
+        # The last block is left out where nobody knows whose it is.
+        f"whole, {p} ranks to {d}": (
+            replace(WHOLE, tp_size=p), replace(WHOLE, tp_size=d), "0.29",
+            PARTLY if p > d else CHECKED,
+        )
+        for p, d in ((1, 1), (2, 1), (1, 2), (2, 2))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_cache_is_checked(lab: Lab, name: str) -> None:
+    """A good load passes, and one of blocks that are another request's by then fails."""
+    p, d, since, counts = KINDS[name]
+    has_turns = p.family != "pallas" or has_tpus(lab.release)
+    if Version(lab.release) < Version(since) or not has_turns:
         pytest.skip("this release has no such caches")
     with Stage(lab) as stage:
-        p, d = (replace(WHOLE, tp_size=size) for size in ranks)
         found = scene(lab, stage, p, d, 300)
         found.load_rightly()
-        # The last block is left out where nobody knows whose it is.
-        found.assert_counted(**times(PARTLY if ranks[0] > ranks[1] else CHECKED, ranks[1]))
+        found.assert_counted(**times(counts, d.tp_size))
         prompt, ask = found.fresh()
         assert found.prefill.call("make_digests", prompt.name) == "made"
         found.prefill.call("hand_on", prompt.name)
@@ -430,10 +464,9 @@ def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[i
         found.assert_counted(**times(ALARM, ranks[1]))
 
 
+@pytest.mark.on(reads_states_by_latents=True)
 def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) -> None:
     """Each of P's ranks has a latent whole, with bits of its own, and D has one of them."""
-    if not FACTS[lab.release].reads_states_by_latents:
-        pytest.skip("this release reads one of P's ranks alone")
     p, d = (
         replace(
             _STATES,

@@ -16,9 +16,13 @@ from kvpatch.patches import SLUGS
 
 from .case import MIRRORED, Case, EngineSpec
 from .host import Lab
-from .releases import states_block_size
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+def _mirrors(release: str) -> bool:
+    return f"{MIRRORED}: cpu" in FACTS[release].buffer_devices
+
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(has=_mirrors)]
 
 TOKENS = 150
 SPEC = EngineSpec(
@@ -36,12 +40,6 @@ NHD = replace(SPEC, layout="NHD")
 MLA, FLASHINFER = replace(SPEC, family="mla", head_dim=64), replace(SPEC, family="flashinfer")
 #: kvpatch's own buffer, whose bytes are what it states.
 POOL = replace(SPEC, patched=True, patches=SLUGS, settings=(("KVPATCH_HOST_BUFFER", "always"),))
-
-
-@pytest.fixture(autouse=True)
-def _release_mirrors(lab: Lab) -> None:
-    if f"{MIRRORED}: cpu" not in FACTS[lab.release].buffer_devices:
-        pytest.skip("this release mirrors no such device")
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
@@ -96,9 +94,8 @@ def test_stock_reads_heads_for_tokens(lab: Lab) -> None:
     assert report.outcome == ("corrupt" if is_wrong else "identical"), report
 
 
+@pytest.mark.on(states_block_size=True)
 def test_with_kvpatchs_buffer_on_both_sides_any_blocks_are_read(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release's handshake does not state what sets these apart")
     for pair in [(16, 64), (64, 16)]:
         p, d = (replace(POOL, block_tokens=tokens) for tokens in pair)
         report = lab.run(_case((p, d)))

@@ -11,21 +11,15 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
-from .releases import meets_one_rank, moves_full_blocks_only
+from .releases import moves_full_blocks_only
 from .stage import Stage
 from .test_failures import STAGED, assert_outlives, assert_served
 from .test_like_pairs import tokens_to_move
 from .test_several_peers import TOKENS, engine, introduce
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(meets_one_rank=True)]
 
 _STAGED = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 18)))
-
-
-@pytest.fixture(autouse=True)
-def _meets_one_rank(lab: Lab) -> None:
-    if not meets_one_rank(lab.release):
-        pytest.skip("this release shakes hands with all ranks itself")
 
 
 def _case(p_tp: int, d_tp: int, p: int = 64, d: int = 64, heads: int = 4, **more: object) -> Case:

@@ -18,7 +18,7 @@ from .case import Case, EngineSpec, Report
 from .disguise import settings
 from .host import Lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(states_hash=True)]
 
 SPEC = EngineSpec(dtype="float32", block_tokens=32)
 TOKENS = 107
@@ -26,12 +26,6 @@ VERSION, BACKEND = "vllm_version", "attn_backend"
 _FORGED = "0" * 64
 #: How a refusal begins that names nothing.
 _NAMELESS = "P's compatibility hash is not ours, and no version of vLLM and no attention backend"
-
-
-@pytest.fixture(autouse=True)
-def _release_has_a_hash(lab: Lab) -> None:
-    if not FACTS[lab.release].states_hash:
-        pytest.skip("this release's handshake has no hash")
 
 
 def another(release: str) -> str:
@@ -171,10 +165,9 @@ def test_unlike_blocks_of_an_accepted_backend_are_read_where_they_are_alike(lab:
         assert_refused(report, "cannot be read")
 
 
+@pytest.mark.on(names_layouts=False)
 def test_keys_by_column_are_not_taken_for_rows(lab: Lab) -> None:
     """Blocks of as many bytes, with other bytes in them: what leaving out the hash would read."""
-    if FACTS[lab.release].names_layouts:
-        pytest.skip("this release's are read, see test_unlike_backends.py")
     report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
     assert_refused(report, "blocks of CPU_ATTN", "use one attention backend on both sides")
 

@@ -12,18 +12,11 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import has_named_layouts
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(names_layouts=True)]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PAIRS = list(itertools.product(LAYOUTS, repeat=2))
-
-
-@pytest.fixture(autouse=True)
-def _named(lab: Lab) -> None:
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
 
 
 def _case(

@@ -8,23 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
 from .host import Lab
 from .namespaces import Line, NoNamespaces, line
+from .releases import newest
 from .stage import Stage
 from .test_failures import STAGED, assert_failed_alone, untouched
 from .test_several_peers import TOKENS, assert_identical, engine, held, loaded
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _newest_release(lab: Lab) -> None:
-    if lab.release != RELEASES[-1]:
-        pytest.skip("the line is below every release, and one release shows it")
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=lambda release: release == newest()),
+]
 
 
 @contextmanager

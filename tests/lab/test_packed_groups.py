@@ -13,24 +13,15 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.patches import SLUGS
-from tests.releases import kvcached
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
-from .releases import has_named_layouts
 from .test_cache_groups import engine_of
 from .test_kvcached_groups import SHAPES
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(names_layouts=True)]
 
 _UNLIKE = ("windows of 64 tokens", "full attention of 64 tokens")
-
-
-@pytest.fixture(autouse=True)
-def _named(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
 
 
 def _spec(shape: str, layout: str, block_tokens: int = 32) -> EngineSpec:

@@ -21,13 +21,7 @@ from .case import Case, EngineSpec, Family
 from .host import Lab
 from .stage import Raised, Stage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _release_is_planned_for(lab: Lab) -> None:
-    if FACTS[lab.release].cache_shape != "packed":
-        pytest.skip("pairs are planned for from 0.26 on")
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(cache_shape="packed")]
 
 
 def _engine(family: Family = "flash", **changes: Any) -> EngineSpec:

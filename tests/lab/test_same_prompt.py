@@ -276,10 +276,9 @@ def _waits_for_first(lab: Lab, ask: Ask) -> bool:
     return facts.can_answer_later and is_named
 
 
+@pytest.mark.on(grants_leases=True)  # else: <= 0.21 no lease is renewed
 def test_a_second_request_renews_no_lease(lab: Lab) -> None:
     """It does not read what P keeps; the first one's lease is renewed until that is loaded."""
-    if not FACTS[lab.release].grants_leases:
-        pytest.skip("<= 0.21 no lease is renewed")
     prefill, decode = _specs(lab, "like")
     with Stage(lab) as stage:
         pair = _pair(stage, prefill, replace(decode, step_tokens=48))
@@ -323,12 +322,11 @@ def test_a_second_request_that_is_given_up_in_the_queue(lab: Lab, pair: Pair) ->
     assert pair.decode.wrong(ask.prompt)[0] == 0
 
 
+@pytest.mark.on(names_remote_request=True)  # else: an answer has no name
 def test_a_retry_of_what_was_given_up_in_the_queue(lab: Lab, beside_stock: Pair) -> None:
     """P was told, and has given the blocks to another request; it says nothing of it."""
     pair = beside_stock
     (ask,) = pair.prefill.compute(pair.stage.prompt(_TOKENS))
-    if not FACTS[lab.release].names_remote_request:
-        pytest.skip("an answer has no name")
     assert pair.decode.call("give_up_in_queue", ask)
     pair.decode.call("tick")
     assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}

@@ -171,10 +171,9 @@ def test_sixteen_requests_of_a_pair_at_once(scene: Scene) -> None:
     assert prefill.heard(prompts) == names(prompts)
 
 
+@pytest.mark.on(states_layout=True)
 def test_a_p_of_many_ranks_that_hangs_leaves_room_for_another(lab: Lab) -> None:
     """A staging pool that a chunk of each of its ranks would fill."""
-    if not states_layout(lab.release):
-        pytest.skip("this release's handshake states too little of ranks")
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(64 * 1024)))
     with Stage(lab) as stage:
         hangs = stage.prefill(engine(tp_size=4, kv_heads=4, block_tokens=32))

@@ -17,7 +17,7 @@ from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
 from .states import StateSabotage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.29")]
 
 _PROMPT_TOKENS = 300
 _ENGINE = EngineSpec(
@@ -36,12 +36,6 @@ _MODELS = {
 _OVERLAY = "this vLLM copies a rank's share of one over another"
 _SHORT = "bytes in a block, and this vLLM copies"
 _HEADS_ON_EACH, _HEADS_SHARED_OUT = 1, 4
-
-
-@pytest.fixture(autouse=True)
-def _release_has_rings(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.29"):
-        pytest.skip("this release has no such model")
 
 
 def _case(name: str, ranks: tuple[int, int], heads: int = _HEADS_ON_EACH) -> Case:
@@ -127,10 +121,9 @@ def test_heads_shared_out(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
         assert _OVERLAY in ours.detail
 
 
+@pytest.mark.on(since="0.30")
 def test_a_ring_longer_than_a_summary(lab: Lab) -> None:
     """A summary's page has fewer rows in blocks of fewer tokens, a ring has not."""
-    if Version(lab.release) < Version("0.30"):
-        pytest.skip("this release takes no such model without a whole state")
     case = _case("delta nets", (1, 1))
     p, d = (replace(e, block_tokens=16, planned_blocks=90) for e in (case.prefill, case.decode))
 
@@ -188,6 +181,7 @@ def test_states_inside_blocks(lab: Lab, kind: str, ranks: tuple[int, int]) -> No
         assert "every rank has whole" in ours.detail
 
 
+@pytest.mark.on(since="0.30")
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("slots", [(8, 16), (16, 8)], ids=str)
 def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -> None:
@@ -197,8 +191,6 @@ def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -
     a token is in another slot of each. The lab fills all slots, and sees it where D has more.
     """
     name = "one attention layer"
-    if Version(lab.release) < Version("0.30"):
-        pytest.skip("this release takes no such model without a whole state")
     case = _case(name, (1, 1))
     p, d = (replace(s, ring_tokens=n) for s, n in zip(_sides(case), slots, strict=True))
     case = replace(case, prefill=p, decode=d)

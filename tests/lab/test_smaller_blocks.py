@@ -15,13 +15,7 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Report
 from .host import Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _joins_blocks(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.28"):
-        pytest.skip("this release has no such blocks")
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.28")]
 
 
 def _case(p_tokens: int, prompt_tokens: int = 150, hit_tokens: int = 0) -> Case:

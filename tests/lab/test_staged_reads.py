@@ -111,10 +111,10 @@ def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: La
         assert decode.left().staging_bytes == 0
 
 
+# no unlike pair here, or none of whose prompts D computes one
+@pytest.mark.on(states_layout=True, states_block_size=False)
 def test_a_retry_under_the_name_of_a_prompt_that_was_computed(lab: Lab) -> None:
     """<= 0.13: it is loaded before the workers hear that the first one is over."""
-    if not states_layout(lab.release) or states_block_size(lab.release):
-        pytest.skip("no unlike pair here, or none of whose prompts D computes one")
     with Stage(lab) as stage:
         prefill, decode = staged_pair(stage, ("KVPATCH_TRANSFER", "direct"))
         computed, other = stage.prompts(2, 300)
@@ -180,9 +180,8 @@ def late_read(lab: Lab, stage: Stage, meet: Callable[[Actor], object] = lambda _
     return LateRead(decode, waits, decode.watch(first_of_two, waits, seconds=5.0))
 
 
+@pytest.mark.on(states_layout=True)  # else: no unlike pair here
 def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(lab: Lab) -> None:
-    if not states_layout(lab.release):
-        pytest.skip("no unlike pair here")
     with Stage(lab) as stage:
         late = late_read(lab, stage)
         decode, waits, seen = late.decode, late.waits, late.seen

@@ -103,10 +103,9 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
     assert actor.heard([before, after]) == names([before, after])
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 def test_a_like_pair_is_checked_without_a_thread(lab: Lab) -> None:
     """Nor is there one before the first heterogeneous peer; like loads go on beside it."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     with Stage(lab) as stage:
         like, decode = prefill(stage, SPEC, patched=True), stage.decode(SPEC)
         introduce(decode, stage.prompts(1, TOKENS), like)
@@ -237,6 +236,7 @@ def _assert_nothing_wrong_is_cached(decode: Actor, prompt: Prompt) -> None:
     _assert_computed(decode, plain)
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize(
     ("how", "cause", "is_computed"),
     [("", "gone", True), ("fail", "gone", False), ("", "dead", False)],
@@ -247,8 +247,6 @@ def test_d_computes_what_a_check_fails(
     lab: Lab, kind: str, how: str, cause: str, is_computed: bool
 ) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     if not has_policy(lab.release):
         pytest.skip("this release computes all loads that fail")
     ranks = 2 if kind == "2 ranks" else 1
@@ -268,9 +266,8 @@ def test_d_computes_what_a_check_fails(
         _assert_nothing_wrong_is_cached(decode, prompt)
 
 
+@pytest.mark.on(since="0.18")
 def test_so_it_does_where_the_model_has_several_cache_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
     spec, of_decode = (
         replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
     )
@@ -279,11 +276,10 @@ def test_so_it_does_where_the_model_has_several_cache_groups(lab: Lab) -> None:
         _assert_computed(decode, _lose(stage, spec, decode, "gone"))
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
     """P's answer has one field more, and its agent more memory."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     spec = replace(SPEC, tp_size=ranks)
     with Stage(lab) as stage:
         actor, decode = prefill(stage, spec, patched=True), stage.decode(spec, patched=False)
@@ -298,11 +294,10 @@ def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
         assert actor.heard([prompt]) == names([prompt])
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize(("remote_ranks", "local_ranks"), [(2, 2), (2, 1), (1, 2)])
 def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> None:
     """A load is good where all of P's ranks held the blocks; stale ones fail on all of D's."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     with Stage(lab) as stage:
         actor = prefill(stage, replace(SPEC, tp_size=remote_ranks), patched=True)
         decode = stage.decode(replace(SPEC, tp_size=local_ranks))
@@ -321,10 +316,9 @@ def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> No
         assert seen.failed == names([prompt]), seen
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(lab: Lab) -> None:
     """The ranks that are asked before one is missing leave nothing behind."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     spec = replace(SPEC, tp_size=2)
     with Stage(lab) as stage:
         actor, decode = prefill(stage, spec, patched=True), stage.decode(spec)

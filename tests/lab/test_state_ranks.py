@@ -22,17 +22,11 @@ from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .states import MODELS, StateSabotage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
 #: The first release whose connector takes states of a kind; of Kimi's there were four before.
 _SINCE = {"gated delta net": "0.22", "kimi delta attention": "0.23", "mamba1": "0.25"}
-
-
-@pytest.fixture(autouse=True)
-def _release_splits_states(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
 
 
 def _spec(ranks: int, kind: str, block_tokens: int = 32, kv_heads: int = 4) -> EngineSpec:
@@ -170,25 +164,23 @@ def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
         assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
 
 
+@pytest.mark.on(has_channels_first=True)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 @pytest.mark.parametrize(("kind", "sabotage"), _SPOILT)
 def test_spoilt_states_are_noticed(
     lab: Lab, ranks: tuple[int, int], kind: str, sabotage: Sabotage | StateSabotage
 ) -> None:
-    if not FACTS[lab.release].has_channels_first:
-        pytest.skip("this release's are not read")
-
     report = lab.run(_ours(_case(lab, ranks, kind, (64, 32))), sabotage=sabotage)
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
 
 
+# the lab has states of other types in pages alone
+@pytest.mark.on(has_channels_first=True, since="0.27")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_other_types_of_states(lab: Lab, side: str) -> None:
     """Alike but for ``--mamba-ssm-cache-dtype``: no hash tells it, no release compares sizes."""
-    if not FACTS[lab.release].has_channels_first or Version(lab.release) < Version("0.27"):
-        pytest.skip("the lab has states of other types in pages alone")
     case = _case(lab, (1, 1), "mamba2")
     longer = replace(getattr(case, side), state_dtype="float32")
     case = replace(case, **{side: longer})

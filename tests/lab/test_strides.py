@@ -10,7 +10,6 @@ from kvpatch.patches import SLUGS
 
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .host import Lab
-from .releases import states_layout
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -57,10 +56,9 @@ def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
     assert report.outcome == ("identical" if stock.outcome == "identical" else "refused"), report
 
 
+@pytest.mark.on(states_layout=True)
 def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     """Two of one allocator are like each other; beside a plain engine P says what it has."""
-    if not states_layout(lab.release):
-        pytest.skip("this release states no layout, which prompts prove")
     turned = replace(_SPEC, allocation="permuted")
     assert _run(lab, turned, turned).outcome == "identical"
     assert _run(lab, turned, _SPEC).outcome == "corrupt"

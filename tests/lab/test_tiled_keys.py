@@ -19,16 +19,14 @@ from .releases import misreads_cpu_blocks, registers_cpu_caches
 from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=registers_cpu_caches),
+]
 
 TOKENS = 150
 TILES, COLUMNS = "tiles", "columns"
-
-
-@pytest.fixture(autouse=True)
-def _release_has_the_cpu_backend(lab: Lab) -> None:
-    if not registers_cpu_caches(lab.release):
-        pytest.skip("this release's worker does not register a CPU backend's cache")
 
 
 def cpu(tokens: int, *, amx: bool, **changes: object) -> EngineSpec:
@@ -136,16 +134,11 @@ def _rows(tokens: int, **changes: object) -> EngineSpec:
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def _names_layouts(lab: Lab) -> None:
-    if not FACTS[lab.release].names_layouts:
-        pytest.skip("backends with other rows are refused on this release")
-
-
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("p_has_kvpatch", [False, True])
 @pytest.mark.parametrize("amx", [False, True])
 @pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 16), (32, 64)])
 def test_into_rows(lab: Lab, p_tokens: int, d_tokens: int, amx: bool, p_has_kvpatch: bool) -> None:
-    _names_layouts(lab)
     keys = None if p_has_kvpatch else TILES if amx else COLUMNS
     case = declaring(disguised(cpu(p_tokens, amx=amx), _rows(d_tokens), BACKEND), keys)
     if p_has_kvpatch:
@@ -156,18 +149,17 @@ def test_into_rows(lab: Lab, p_tokens: int, d_tokens: int, amx: bool, p_has_kvpa
     assert_identical(report)
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (16, 32), (64, 32), (48, 64)])
 def test_out_of_rows(lab: Lab, p_tokens: int, d_tokens: int) -> None:
     """Of rows nothing is open."""
-    _names_layouts(lab)
     case = disguised(_rows(p_tokens), cpu(d_tokens, amx=True), BACKEND)
 
     assert_identical(lab.run(case))
 
 
+@pytest.mark.on(names_layouts=True)
 def test_into_rows_when_nobody_says_how_they_lie(lab: Lab) -> None:
-    _names_layouts(lab)
-
     report = lab.run(disguised(cpu(32, amx=True), _rows(32), BACKEND))
 
     assert_refused(report, "the handshake does not say which P is", "KVPATCH_PEER_KEYS")
@@ -190,9 +182,8 @@ def test_a_wrong_declaration_is_noticed(lab: Lab, p_amx: bool, d_amx: bool) -> N
     assert report.wrong_elements > 0
 
 
+@pytest.mark.on(names_layouts=True)
 def test_a_wrong_declaration_beside_rows_is_noticed(lab: Lab) -> None:
-    _names_layouts(lab)
-
     report = lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS))
 
     assert report.outcome == "corrupt", report

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import FACTS
-
 from .case import EngineSpec, Family, Sabotage
 from .host import Lab
 from .test_named_factors import BACKEND, SPEC, assert_identical, assert_refused, pair
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(names_layouts=True)]
 
 NAMES: dict[Family, str] = {
     "flash": "FLASH_ATTN",
@@ -25,12 +23,6 @@ NAMES: dict[Family, str] = {
     "cpu": "CPU_ATTN",
 }
 PAIRS = [(p, d) for p in NAMES for d in NAMES if p != d]
-
-
-@pytest.fixture(autouse=True)
-def _release_names_layouts(lab: Lab) -> None:
-    if not FACTS[lab.release].names_layouts:
-        pytest.skip("backends with other rows are refused on this release")
 
 
 def _spec(family: Family, **changes: object) -> EngineSpec:

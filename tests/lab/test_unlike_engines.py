@@ -12,13 +12,11 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import (
-    has_named_layouts,
     has_tpus,
     is_full,
     moves_full_blocks_only,
     registers_cpu_caches,
     states_block_size,
-    states_kernel_blocks,
     states_layout,
 )
 from .selection import on_every_release
@@ -122,11 +120,10 @@ def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int
     assert report.outcome == "identical", report
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "LHBNC", "BHLNC"])
 def test_other_named_layouts(lab: Lab, layout: str) -> None:
     """On one side each; test_named_layouts.py has them in all combinations."""
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no such layout")
     for case in (_pair(p_layout=layout), _pair(d_layout=layout)):
         report = lab.run(case.patched(*SLUGS, prefill=False))
         assert report.outcome == "identical", (case.name, report)
@@ -153,14 +150,13 @@ _OTHER_ITEMS = [
 ]
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize("prompt_tokens", [1, 17, 300])
 @pytest.mark.parametrize(("p", "p_dtype", "d", "d_dtype"), _OTHER_ITEMS)
 def test_items_of_another_size_are_never_read(
     lab: Lab, p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int
 ) -> None:
     """<= 0.12 no hash of the model is compared, and <= 0.11.0 bytes are all there is."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release compares a hash and both sizes")
     case = _other_items(p, p_dtype, d, d_dtype, prompt_tokens)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
@@ -168,10 +164,9 @@ def test_items_of_another_size_are_never_read(
     assert report.outcome in ("refused", "failed") or not report.moved_tokens, report
 
 
+@pytest.mark.on(states_block_size=False)
 def test_stock_reads_items_of_another_size(lab: Lab) -> None:
     """What must not happen, and that the lab sees it: 32 items of fp8 read as 16 of bf16."""
-    if states_block_size(lab.release):
-        pytest.skip("this release compares the block size")
 
     report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
 
@@ -219,11 +214,10 @@ def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
+@pytest.mark.on(since="0.18")  # else: no such blocks
 @pytest.mark.parametrize(("p", "d"), [(80, 48), (48, 80)])
 def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
     """Five kernel blocks to a block and three to the other's, which `<= 0.20` leaves open."""
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("no such blocks")
     prefill, decode = (
         EngineSpec("flashinfer", "HND", size, 24, parts=size // 16, device="cuda")
         for size in (p, d)
@@ -236,11 +230,10 @@ def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
     _must_cut(lab)
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
 
     assert lab.run(_cut_pair(128, 64, prompt_tokens=40)).outcome == "corrupt"
 

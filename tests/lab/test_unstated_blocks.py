@@ -20,15 +20,13 @@ from .releases import (
 from .stage import Stage
 from .test_like_pairs import tokens_to_move
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=lambda release: not tells_blocks(release)),
+]
 
 _WARNING = "is taken for an engine like this one"
-
-
-@pytest.fixture(autouse=True)
-def _handshakes_leave_something_open(lab: Lab) -> None:
-    if tells_blocks(lab.release):
-        pytest.skip("this release's handshake says all of a block")
 
 
 def spec(release: str, block_tokens: int, **more: object) -> EngineSpec:
@@ -140,13 +138,7 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
 # --- 0.10.0 states no layout ---------------------------------------------------------------
 
 
-@pytest.fixture
-def _states_no_layout(lab: Lab) -> None:
-    if states_layout(lab.release):
-        pytest.skip("this release states its layout")
-
-
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 @pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND"), ("NHD", "NHD")])
 @pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
 @pytest.mark.parametrize("says", ["P states it", "D declares it"])
@@ -161,7 +153,7 @@ def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) 
     assert report.moved_tokens == case.prompt_tokens
 
 
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: Lab) -> None:
     case = pair(lab.release, 16, 16)
     case = replace(case, decode=replace(case.decode, layout="NHD"))
@@ -172,7 +164,7 @@ def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: L
     assert PEER_LAYOUT in report.detail
 
 
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 @pytest.mark.parametrize("step_tokens", [40, 2048])
 @pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
 def test_with_the_releases_own_scheduler(lab: Lab, p: int, d: int, step_tokens: int) -> None:
