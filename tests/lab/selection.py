@@ -8,6 +8,7 @@ each test on some releases, and as many runs as there are parts meet it on all.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from allpairspy import AllPairs
+
+from .releases import is_full
 
 _VARIABLE = "KVPATCH_TEST_SHARE"
 
@@ -53,6 +57,20 @@ def share() -> Share | None:
     if found is None or not int(found[1]) < int(found[2]):
         raise ValueError(f"{_VARIABLE}={wanted!r}: expected PART/PARTS, 0/6 to 5/6 say")
     return Share(int(found[1]), int(found[2]))
+
+
+def some_of(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every pair of values of any two of three dimensions or more; all there is in full runs."""
+    found = [list(dimension) for dimension in dimensions]
+    rows = itertools.product(*found) if is_full() else AllPairs(found)
+    return [tuple(row) for row in rows]
+
+
+def in_turns(cases: Iterable[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each case with one of the values, by turns; with every one in full runs."""
+    if is_full():
+        return list(itertools.product(cases, values))
+    return [(case, values[turn % len(values)]) for turn, case in enumerate(cases)]
 
 
 def on_every_release(names: Iterable[str], chosen: Collection[str]) -> list[Any]:

@@ -15,10 +15,13 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec
 from .child import KVCACHEDS_OWN
 from .host import Lab
-from .test_kvcached_rows import _ROWS
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
+#: Tensors that are laid out as kvcached's, of all whose blocks there is memory.
+_ROWS = EngineSpec(
+    layout="NHD", planned_blocks=24, tensor_blocks=40, layers=3, allocation="contiguous"
+)
 _HALVES = replace(_ROWS, allocation="split_half")
 Order = Literal["before", "after"]
 

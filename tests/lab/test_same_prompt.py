@@ -24,6 +24,7 @@ from .engine_api import Ask, Prompt, Served
 from .host import Lab
 from .releases import newest
 from .scheduler import TO_BE_READ
+from .selection import in_turns, some_of
 from .stage import Actor, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -133,9 +134,9 @@ def beside_stock(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield _pair(stage, replace(prefill, patched=False), decode)
 
 
-@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
-@pytest.mark.parametrize("tokens", [_TOKENS, _BORDER])
-@pytest.mark.parametrize("more", _LENGTHS)
+@pytest.mark.parametrize(
+    ("more", "tokens", "hit"), some_of(_LENGTHS, (_TOKENS, _BORDER), (0, 2 * _BLOCK))
+)
 def test_other_lengths(pair: Pair, more: int, tokens: int, hit: int) -> None:
     """D loads what both prompts have in common, and computes the rest."""
     ask = pair.prefilled(pair.stage.prompt(tokens))
@@ -166,8 +167,7 @@ def test_another_token(pair: Pair, edit: int, more: int) -> None:
     pair.assert_right(plain)
 
 
-@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
-@pytest.mark.parametrize("more", _LENGTHS)
+@pytest.mark.parametrize(("more", "hit"), in_turns(_LENGTHS, (0, 2 * _BLOCK)))
 def test_other_lengths_beside_a_stock_p(
     lab: Lab, beside_stock: Pair, more: int, hit: int, request: pytest.FixtureRequest
 ) -> None:

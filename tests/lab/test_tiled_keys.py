@@ -16,6 +16,7 @@ from kvpatch.patches import SLUGS
 from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .releases import misreads_cpu_blocks, registers_cpu_caches
+from .selection import in_turns, some_of
 from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
 
@@ -50,22 +51,30 @@ def assert_identical(report: Report) -> None:
     assert report.outcome == "identical", report
 
 
-@pytest.mark.parametrize("transfer", ["auto", "staged", "direct"])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(128, 32), (32, 64), (96, 64)])
-def test_tiles_of_other_blocks(lab: Lab, p_tokens: int, d_tokens: int, transfer: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "transfer"),
+    [
+        ((128, 32), "direct"),
+        *in_turns([(128, 32), (32, 64), (96, 64)], ["auto", "staged", "direct"]),
+    ],
+)
+def test_tiles_of_other_blocks(lab: Lab, tokens: tuple[int, int], transfer: str) -> None:
+    p_tokens, d_tokens = tokens
     how = (("KVPATCH_TRANSFER", transfer),)
     d = cpu(d_tokens, amx=True, settings=how)
 
     assert_identical(lab.run(pair(lab, cpu(p_tokens, amx=True), d, TILES)))
 
 
-@pytest.mark.parametrize("p_has_kvpatch", [False, True])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(64, 32), (32, 32), (32, 64)])
-@pytest.mark.parametrize("p_amx", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "p_amx", "p_has_kvpatch"),
+    some_of([(64, 32), (32, 32), (32, 64)], (False, True), (False, True)),
+)
 def test_tiles_beside_columns(
-    lab: Lab, p_tokens: int, d_tokens: int, p_amx: bool, p_has_kvpatch: bool
+    lab: Lab, tokens: tuple[int, int], p_amx: bool, p_has_kvpatch: bool
 ) -> None:
     """In blocks of one size too, which stock takes for each other. P says it, or the operator."""
+    p_tokens, d_tokens = tokens
     keys = None if p_has_kvpatch else TILES if p_amx else COLUMNS
     p, d = cpu(p_tokens, amx=p_amx), cpu(d_tokens, amx=not p_amx)
 
@@ -135,10 +144,12 @@ def _rows(tokens: int, **changes: object) -> EngineSpec:
 
 
 @pytest.mark.on(names_layouts=True)
-@pytest.mark.parametrize("p_has_kvpatch", [False, True])
-@pytest.mark.parametrize("amx", [False, True])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 16), (32, 64)])
-def test_into_rows(lab: Lab, p_tokens: int, d_tokens: int, amx: bool, p_has_kvpatch: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "amx", "p_has_kvpatch"),
+    some_of([(32, 32), (64, 16), (32, 64)], (False, True), (False, True)),
+)
+def test_into_rows(lab: Lab, tokens: tuple[int, int], amx: bool, p_has_kvpatch: bool) -> None:
+    p_tokens, d_tokens = tokens
     keys = None if p_has_kvpatch else TILES if amx else COLUMNS
     case = declaring(disguised(cpu(p_tokens, amx=amx), _rows(d_tokens), BACKEND), keys)
     if p_has_kvpatch:
