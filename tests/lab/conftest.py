@@ -23,6 +23,7 @@ from .releases import (
     some_ends_of_generations,
 )
 from .selection import share
+from .stage import Stage
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +32,13 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     fetch([request.param])
     kvcached.fetch(kvcached.NEWEST)
     with Lab(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stage(lab: Lab) -> Iterator[Stage]:
+    """Engines of one test."""
+    with Stage(lab) as opened:
         yield opened
 
 

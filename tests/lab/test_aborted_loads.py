@@ -6,7 +6,6 @@ Both schedulers are the release's own. <= 0.15 it hands out blocks that NIXL is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -89,12 +88,6 @@ def _introduced(stage: Stage, prefill: Actor, decode: Actor, tokens: int) -> Pai
         decode.call("loaded", [prompts[0].name])
         decode.call("tick")
     return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 @pytest.mark.every_release

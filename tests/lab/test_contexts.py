@@ -29,28 +29,26 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_only_blocks_that_fit_are_loaded(lab: Lab, name: str) -> None:
+def test_only_blocks_that_fit_are_loaded(stage: Stage, lab: Lab, name: str) -> None:
     prefill, tokens, is_loaded = PAIRS[name]
     if is_loaded and not states_block_size(lab.release):
         pytest.skip("the first prompt of each P is computed (<= 0.11.0)")
-    with Stage(lab) as stage:
-        p, d = stage.prefill(prefill), stage.decode(SHARED)
-        prompt = stage.prompt(tokens)
+    p, d = stage.prefill(prefill), stage.decode(SHARED)
+    prompt = stage.prompt(tokens)
 
-        found = d.ask(*p.compute(prompt))
+    found = d.ask(*p.compute(prompt))
 
-        assert found == (tokens if is_loaded else 0)
-        d.watch(prompt, seconds=30 if found else 1)
-        assert p.heard([prompt]) == {prompt.name}  # of blocks that D does not load, too
+    assert found == (tokens if is_loaded else 0)
+    d.watch(prompt, seconds=30 if found else 1)
+    assert p.heard([prompt]) == {prompt.name}  # of blocks that D does not load, too
 
 
 @pytest.mark.parametrize("name", ["P without", "P without, of one block"])
-def test_stock_loads_them(lab: Lab, name: str) -> None:
+def test_stock_loads_them(stage: Stage, name: str) -> None:
     """Half of the tokens, and others in their places."""
     prefill, tokens, _ = PAIRS[name]
-    with Stage(lab) as stage:
-        p, d = stage.prefill(prefill), stage.decode(SHARED, patched=False)
-        prompt = stage.prompt(tokens)
+    p, d = stage.prefill(prefill), stage.decode(SHARED, patched=False)
+    prompt = stage.prompt(tokens)
 
-        assert d.ask(*p.compute(prompt)) == tokens
-        assert d.watch(prompt).received == {prompt.name}
+    assert d.ask(*p.compute(prompt)) == tokens
+    assert d.watch(prompt).received == {prompt.name}

@@ -6,14 +6,12 @@ would go on over memory that nobody wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from .case import EngineSpec
 from .engine_api import Prompt
-from .host import Lab
 from .stage import Actor, Stage
 from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_failures import untouched
@@ -25,12 +23,6 @@ TOKENS = 150
 _P, _D = (
     replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
 )
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:

@@ -62,12 +62,6 @@ def stock_survives_refusals(release: str) -> bool:
     return Version(release) >= Version("0.22")
 
 
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
-
-
 @dataclass(frozen=True)
 class Pair:
     """An unlike pair that outlives what is done to its requests."""

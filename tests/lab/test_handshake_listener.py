@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -17,12 +16,6 @@ from .stage import Stage
 from .test_several_peers import SPEC
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:

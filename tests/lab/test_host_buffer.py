@@ -236,18 +236,19 @@ def test_another_layout_is_not_believed_without_storages(lab: Lab) -> None:
 
 @pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
 @pytest.mark.parametrize("how", ["right", "wrong"])
-def test_a_platforms_own_copies_are_kept_where_they_are_right(lab: Lab, how: str) -> None:
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, planned_blocks=77))
-        scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
-        tried = prefill.call("hand_over", how)
-        assert tried == 1, "with one block, before any request"
-        prompts = stage.prompts(3, TOKENS)
-        prefill.call("begin", prompts)
+def test_a_platforms_own_copies_are_kept_where_they_are_right(
+    stage: Stage, lab: Lab, how: str
+) -> None:
+    prefill = stage.start(prefilling(ROOM, planned_blocks=77))
+    scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
+    tried = prefill.call("hand_over", how)
+    assert tried == 1, "with one block, before any request"
+    prompts = stage.prompts(3, TOKENS)
+    prefill.call("begin", prompts)
 
-        scene.read(scene.work(prompts))
+    scene.read(scene.work(prompts))
 
-        assert (prefill.call("own_calls") > tried) is (how == "right")
+    assert (prefill.call("own_calls") > tried) is (how == "right")
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
@@ -356,120 +357,116 @@ def test_an_abort_gives_host_blocks_back(scene: Scene) -> None:
     assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
-def test_an_abort_in_the_middle_of_a_prompt(lab: Lab) -> None:
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, planned_blocks=200, step_tokens=BLOCK_TOKENS))
-        scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
-        lost, kept = stage.prompts(2, TOKENS)
-        prefill.call("begin", [lost])
-        prefill.call("tick")
-        prefill.call("tick")
-        assert scene.host_blocks()["held"] == 2
-        prefill.call("cancel", lost.name)
-        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
+def test_an_abort_in_the_middle_of_a_prompt(stage: Stage, lab: Lab) -> None:
+    prefill = stage.start(prefilling(ROOM, planned_blocks=200, step_tokens=BLOCK_TOKENS))
+    scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+    lost, kept = stage.prompts(2, TOKENS)
+    prefill.call("begin", [lost])
+    prefill.call("tick")
+    prefill.call("tick")
+    assert scene.host_blocks()["held"] == 2
+    prefill.call("cancel", lost.name)
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
-        prefill.call("begin", [kept])
-        scene.read(scene.work([kept]))
+    prefill.call("begin", [kept])
+    scene.read(scene.work([kept]))
 
 
-def test_preemption_gives_host_blocks_back(lab: Lab) -> None:
+def test_preemption_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
     """A request that D will read makes way for one that was there first, and starts again."""
-    with Stage(lab) as stage:
-        # With five blocks each they would have one too few: the null block is nobody's.
-        prefill = stage.start(prefilling(planned_blocks=2 * REQUEST_BLOCKS))
-        decode = stage.prefill(replace(SPEC, planned_blocks=99))
-        scene = Scene(stage, lab.release, prefill, decode)
-        own, read = stage.prompt(TOKENS + BLOCK_TOKENS), stage.prompt(TOKENS)
-        prefill.call("take_turns", BLOCK_TOKENS)
-        prefill.call("begin_own", [own])
-        prefill.call("begin", [read])
+    # With five blocks each they would have one too few: the null block is nobody's.
+    prefill = stage.start(prefilling(planned_blocks=2 * REQUEST_BLOCKS))
+    decode = stage.prefill(replace(SPEC, planned_blocks=99))
+    scene = Scene(stage, lab.release, prefill, decode)
+    own, read = stage.prompt(TOKENS + BLOCK_TOKENS), stage.prompt(TOKENS)
+    prefill.call("take_turns", BLOCK_TOKENS)
+    prefill.call("begin_own", [own])
+    prefill.call("begin", [read])
 
-        held = []
-        asks: list[Ask] = []
-        while not asks:
-            assert len(held) < 3 * REQUEST_BLOCKS, held
-            prefill.call("tick")
-            held.append(scene.host_blocks()["held"])
-            asks = [ask for ask in scene.answered([read]) if ask.answer != "null"]
+    held = []
+    asks: list[Ask] = []
+    while not asks:
+        assert len(held) < 3 * REQUEST_BLOCKS, held
+        prefill.call("tick")
+        held.append(scene.host_blocks()["held"])
+        asks = [ask for ask in scene.answered([read]) if ask.answer != "null"]
 
-        # Up to four blocks, then none, and again from the first one on.
-        assert held[:5] == [1, 2, 3, 4, 0], held
-        assert scene.host_blocks()["held"] == -(-loaded(read, lab.release) // BLOCK_TOKENS)
-        scene.read(asks)
-        assert scene.host_blocks() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
+    # Up to four blocks, then none, and again from the first one on.
+    assert held[:5] == [1, 2, 3, 4, 0], held
+    assert scene.host_blocks()["held"] == -(-loaded(read, lab.release) // BLOCK_TOKENS)
+    scene.read(asks)
+    assert scene.host_blocks() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
 
 
 @pytest.mark.on(frees_blocks_later=True)  # else: blocks are freed at once
-def test_preemption_beside_a_step_gives_host_blocks_back(lab: Lab) -> None:
+def test_preemption_beside_a_step_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
     """vLLM takes the blocks from a request whose step is under way, and frees them behind it."""
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(step_tokens=48, schedules_ahead=True))
-        scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
-        prompt = stage.prompt(TOKENS)
-        prefill.call("begin", [prompt])
+    prefill = stage.start(prefilling(step_tokens=48, schedules_ahead=True))
+    scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+    prompt = stage.prompt(TOKENS)
+    prefill.call("begin", [prompt])
+    prefill.call("tick")
+    assert scene.host_blocks()["held"] > 0
+    assert prefill.call("preempt_ahead", prompt.name)["held"] == 0
+    asks: list[Ask] = []
+    for _ in range(2 * REQUEST_BLOCKS):
         prefill.call("tick")
-        assert scene.host_blocks()["held"] > 0
-        assert prefill.call("preempt_ahead", prompt.name)["held"] == 0
-        asks: list[Ask] = []
-        for _ in range(2 * REQUEST_BLOCKS):
-            prefill.call("tick")
-            asks += scene.answered([prompt])
-        assert asks, "P has answered nothing"
-        scene.read(asks)
+        asks += scene.answered([prompt])
+    assert asks, "P has answered nothing"
+    scene.read(asks)
 
 
 @pytest.mark.parametrize("answer", [2, 5])
-def test_an_answer_of_more_than_one_token(lab: Lab, answer: int) -> None:
+def test_an_answer_of_more_than_one_token(stage: Stage, lab: Lab, answer: int) -> None:
     """P writes on into the prompt's last block while the others are in their rows."""
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, answer_tokens=answer))
-        decode = stage.prefill(replace(SPEC, planned_blocks=99))
-        scene = Scene(stage, lab.release, prefill, decode)
-        prompts = stage.prompts(3, TOKENS)
-        prefill.call("begin", prompts)
+    prefill = stage.start(prefilling(ROOM, answer_tokens=answer))
+    decode = stage.prefill(replace(SPEC, planned_blocks=99))
+    scene = Scene(stage, lab.release, prefill, decode)
+    prompts = stage.prompts(3, TOKENS)
+    prefill.call("begin", prompts)
 
-        scene.read(scene.work(prompts))
+    scene.read(scene.work(prompts))
 
-        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
-def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
+def test_an_answer_that_goes_on_in_another_block(stage: Stage, lab: Lab) -> None:
     """P's rows are then more than the prompt's, which a patched D tells by its tokens."""
     tokens = REQUEST_BLOCKS * BLOCK_TOKENS - 2
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, answer_tokens=5))
-        decode = stage.start(
-            buffered(planned_blocks=99, settings=(*ALWAYS, (PEER_BLOCK_SIZE, str(BLOCK_TOKENS))))
-        )
-        scene = Scene(stage, lab.release, prefill, decode)
-        prompts = stage.prompts(2, tokens)
-        prefill.call("begin", prompts)
+    prefill = stage.start(prefilling(ROOM, answer_tokens=5))
+    decode = stage.start(
+        buffered(planned_blocks=99, settings=(*ALWAYS, (PEER_BLOCK_SIZE, str(BLOCK_TOKENS))))
+    )
+    scene = Scene(stage, lab.release, prefill, decode)
+    prompts = stage.prompts(2, tokens)
+    prefill.call("begin", prompts)
 
-        scene.read(scene.work(prompts))
+    scene.read(scene.work(prompts))
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, REQUEST_BLOCKS * BLOCK_TOKENS])
-def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, tokens: int) -> None:
+def test_what_is_answered_is_there_while_the_next_step_is_under_way(
+    stage: Stage, lab: Lab, tokens: int
+) -> None:
     """<= 0.11.0 a step that is scheduled ahead computes a token more than was asked for."""
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
-        decode = stage.prefill(replace(SPEC, planned_blocks=99))
-        scene = Scene(stage, lab.release, prefill, decode)
-        prompts = stage.prompts(3, tokens)
-        prefill.call("begin", prompts)
+    prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
+    decode = stage.prefill(replace(SPEC, planned_blocks=99))
+    scene = Scene(stage, lab.release, prefill, decode)
+    prompts = stage.prompts(3, tokens)
+    prefill.call("begin", prompts)
 
-        answers = prefill.call("work_ahead")
-        asks = [Ask(prompt, answers[prompt.name]) for prompt in prompts]
-        decode.ask(*asks)
-        seen = decode.watch(*prompts)
-        beyond = prefill.call("catch_up")
+    answers = prefill.call("work_ahead")
+    asks = [Ask(prompt, answers[prompt.name]) for prompt in prompts]
+    decode.ask(*asks)
+    seen = decode.watch(*prompts)
+    beyond = prefill.call("catch_up")
 
-        assert seen.received == {prompt.name for prompt in prompts}, seen
-        assert decode.wrong(*prompts)[0] == 0
-        assert beyond == (3 if Version(lab.release) < Version("0.11.1") else 0)
-        prefill.call("tick")
-        assert prefill.heard(prompts) == {prompt.name for prompt in prompts}
-        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert seen.received == {prompt.name for prompt in prompts}, seen
+    assert decode.wrong(*prompts)[0] == 0
+    assert beyond == (3 if Version(lab.release) < Version("0.11.1") else 0)
+    prefill.call("tick")
+    assert prefill.heard(prompts) == {prompt.name for prompt in prompts}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_in_a_multi_connector(lab: Lab) -> None:
@@ -481,22 +478,21 @@ def test_in_a_multi_connector(lab: Lab) -> None:
         assert report.outcome == "identical", report
 
 
-def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> None:
+def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(stage: Stage, lab: Lab) -> None:
     if Version("0.11.1") <= Version(lab.release) < Version("0.16"):
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, in_multi=True, planned_blocks=200))
-        decode = stage.prefill(replace(SPEC, planned_blocks=99))
-        scene = Scene(stage, lab.release, prefill, decode)
-        prompts = stage.prompts(6, TOKENS)
-        prefill.call("begin", prompts)
+    prefill = stage.start(prefilling(ROOM, in_multi=True, planned_blocks=200))
+    decode = stage.prefill(replace(SPEC, planned_blocks=99))
+    scene = Scene(stage, lab.release, prefill, decode)
+    prompts = stage.prompts(6, TOKENS)
+    prefill.call("begin", prompts)
 
-        first = scene.work(prompts)
-        assert len(first) < len(prompts)
-        scene.read(first)
-        scene.read(scene.work(prompts))
+    first = scene.work(prompts)
+    assert len(first) < len(prompts)
+    scene.read(first)
+    scene.read(scene.work(prompts))
 
-        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 @pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)

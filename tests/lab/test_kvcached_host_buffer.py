@@ -137,31 +137,29 @@ def _told(engine: EngineSpec) -> EngineSpec:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_of_kvcacheds_is_registered(lab: Lab, layout: str) -> None:
+def test_nothing_of_kvcacheds_is_registered(stage: Stage, layout: str) -> None:
     engine = _engine("flash", layout)
-    with Stage(lab) as stage:
-        prefill, decode = (
-            stage.start(_told(_buffered(replace(engine, planned_blocks=60), as_p=as_p)))
-            for as_p in (True, False)
-        )
-        prompts = stage.prompts(2, _TOKENS)
-        prefill.call("begin", prompts)
-        answers = prefill.call("work")
-        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
-        assert not decode.watch(*prompts).waiting
-        assert decode.wrong(*prompts)[0] == 0
+    prefill, decode = (
+        stage.start(_told(_buffered(replace(engine, planned_blocks=60), as_p=as_p)))
+        for as_p in (True, False)
+    )
+    prompts = stage.prompts(2, _TOKENS)
+    prefill.call("begin", prompts)
+    answers = prefill.call("work")
+    decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+    assert not decode.watch(*prompts).waiting
+    assert decode.wrong(*prompts)[0] == 0
 
-        for actor in (prefill, decode):
-            regions, of_kvcacheds = actor.call("exposed")
-            assert regions > 0 and of_kvcacheds == 0, actor.name
+    for actor in (prefill, decode):
+        regions, of_kvcacheds = actor.call("exposed")
+        assert regions > 0 and of_kvcacheds == 0, actor.name
 
 
-def test_without_a_host_buffer_it_is(lab: Lab) -> None:
+def test_without_a_host_buffer_it_is(stage: Stage) -> None:
     """The negative control."""
-    with Stage(lab) as stage:
-        regions, of_kvcacheds = stage.start(_engine("flash", "contiguous")).call("exposed")
+    regions, of_kvcacheds = stage.start(_engine("flash", "contiguous")).call("exposed")
 
-        assert regions == of_kvcacheds > 0
+    assert regions == of_kvcacheds > 0
 
 
 def test_beside_a_network_card(lab: Lab) -> None:
@@ -184,28 +182,26 @@ def test_beside_a_network_card(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", ["skip", "shift"])
-def test_a_spoilt_save_is_noticed(lab: Lab, how: str) -> None:
+def test_a_spoilt_save_is_noticed(stage: Stage, how: str) -> None:
     """What is not in its row is not right on D."""
-    with Stage(lab) as stage:
-        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
-        decode = stage.start(_told(_engine("flash", "contiguous")))
-        prompts = stage.prompts(2, _TOKENS)
-        prefill.call("spoil_saves", how)
-        prefill.call("begin", prompts)
-        answers = prefill.call("work")
-        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+    decode = stage.start(_told(_engine("flash", "contiguous")))
+    prompts = stage.prompts(2, _TOKENS)
+    prefill.call("spoil_saves", how)
+    prefill.call("begin", prompts)
+    answers = prefill.call("work")
+    decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
 
-        assert not decode.watch(*prompts).waiting
-        assert decode.wrong(*prompts)[0] > 0
+    assert not decode.watch(*prompts).waiting
+    assert decode.wrong(*prompts)[0] > 0
 
 
 @pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
-def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(lab: Lab) -> None:
+def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(stage: Stage) -> None:
     """To try them would be to read a block that nobody has."""
-    with Stage(lab) as stage:
-        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
 
-        assert prefill.call("hand_over", "right") == 0
+    assert prefill.call("hand_over", "right") == 0
 
 
 # --- pages and variables ---------------------------------------------------------------

@@ -63,18 +63,17 @@ def test_a_like_peer_is_prepared_as_ever(lab: Lab) -> None:
 
 
 @pytest.mark.on(since="0.24")
-def test_peers_that_the_release_lets_go_of_are_forgotten_and_may_come_back(lab: Lab) -> None:
+def test_peers_that_the_release_lets_go_of_are_forgotten_and_may_come_back(stage: Stage) -> None:
     spec = replace(_D, layers=2, planned_blocks=60)
-    with Stage(lab) as stage:
-        first, *others = (stage.prefill(replace(spec, block_tokens=16)) for _ in range(3))
-        decode = stage.decode(spec)
-        prompts = stage.prompts(4, 150)
-        for prompt, actor in zip(prompts, (first, *others, first), strict=True):
-            before = decode.unlike()
-            decode.ask(*actor.compute(prompt))
-            assert decode.watch(prompt).received == {prompt.name}
-            assert len(before) <= 2  # one that is let go of, and the one before it
-            decode.age_peers()
+    first, *others = (stage.prefill(replace(spec, block_tokens=16)) for _ in range(3))
+    decode = stage.decode(spec)
+    prompts = stage.prompts(4, 150)
+    for prompt, actor in zip(prompts, (first, *others, first), strict=True):
+        before = decode.unlike()
+        decode.ask(*actor.compute(prompt))
+        assert decode.watch(prompt).received == {prompt.name}
+        assert len(before) <= 2  # one that is let go of, and the one before it
+        decode.age_peers()
 
-        assert first.engine_id in decode.unlike()
-        assert decode.wrong(*prompts)[0] == 0
+    assert first.engine_id in decode.unlike()
+    assert decode.wrong(*prompts)[0] == 0

@@ -198,39 +198,41 @@ def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int
 
 
 @pytest.mark.parametrize("ranks", [(4, 1), (1, 4)])
-def test_heads_that_several_ranks_share_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
+def test_heads_that_several_ranks_share_are_checked(
+    stage: Stage, lab: Lab, ranks: tuple[int, int]
+) -> None:
     """Whichever of them they were read from."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
-        found.load_rightly()
-        found.assert_counted(**times(CHECKED, ranks[1]))
+    found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
+    found.load_rightly()
+    found.assert_counted(**times(CHECKED, ranks[1]))
 
 
 @pytest.mark.parametrize("way", ["direct", "staged"])
 @pytest.mark.parametrize("ranks", [(4, 1), (4, 2), (3, 1)], ids=str)
-def test_each_head_is_read_from_one_rank(lab: Lab, ranks: tuple[int, int], way: str) -> None:
+def test_each_head_is_read_from_one_rank(
+    stage: Stage, lab: Lab, ranks: tuple[int, int], way: str
+) -> None:
     """Whose copies are unlike in the last bits: it is the first one's, and not one of each."""
     heads = 1 if ranks[0] == 3 else 2
     always = (*spec().settings, ("KVPATCH_TRANSFER", way))
-    with Stage(lab) as stage:
-        p, d = (spec(tp_size=size, kv_heads=heads, settings=always) for size in ranks)
-        found = scene(lab, stage, p, replace(d, block_tokens=32))
-        found.prefill.call("part_copies")
-        before = found.decode.left()
-        for _ in range(3):
-            prompt, ask = found.fresh()
-            found.decode.ask(ask)
-            seen = found.decode.watch(prompt)
-            assert seen.received == names([prompt]), seen
-            assert found.decode.wrong(prompt)[0] == 0
-            found.assert_counted(**times(CHECKED, ranks[1]))
-            assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
-        assert found.decode.left() == before
+    p, d = (spec(tp_size=size, kv_heads=heads, settings=always) for size in ranks)
+    found = scene(lab, stage, p, replace(d, block_tokens=32))
+    found.prefill.call("part_copies")
+    before = found.decode.left()
+    for _ in range(3):
         prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.decode.call("ask_spoilt", [ask], "layer", heads)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**times(ALARM, ranks[1]))
+        found.decode.ask(ask)
+        seen = found.decode.watch(prompt)
+        assert seen.received == names([prompt]), seen
+        assert found.decode.wrong(prompt)[0] == 0
+        found.assert_counted(**times(CHECKED, ranks[1]))
+        assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
+    assert found.decode.left() == before
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.decode.call("ask_spoilt", [ask], "layer", heads)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**times(ALARM, ranks[1]))
 
 
 #: Kinds of caches: P, D, the first release that has them, and what a good load counts as.
@@ -254,66 +256,62 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_of_cache_is_checked(lab: Lab, name: str) -> None:
+def test_each_kind_of_cache_is_checked(stage: Stage, lab: Lab, name: str) -> None:
     """A good load passes, and one of blocks that are another request's by then fails."""
     p, d, since, counts = KINDS[name]
     has_turns = p.family != "pallas" or has_tpus(lab.release)
     if Version(lab.release) < Version(since) or not has_turns:
         pytest.skip("this release has no such caches")
-    with Stage(lab) as stage:
-        found = scene(lab, stage, p, d, 300)
-        found.load_rightly()
-        found.assert_counted(**times(counts, d.tp_size))
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
+    found = scene(lab, stage, p, d, 300)
+    found.load_rightly()
+    found.assert_counted(**times(counts, d.tp_size))
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
 
 
-def test_a_digest_is_made_while_p_computes_other_prompts(lab: Lab) -> None:
+def test_a_digest_is_made_while_p_computes_other_prompts(stage: Stage, lab: Lab) -> None:
     """D waits for it, and not for what the step behind P's answer computes."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *PAIRS["like"][:2])
-        first, second = stage.prompts(2, TOKENS)
-        assert found.prefill.call("digest_while_computing", first, second) == "made"
+    found = scene(lab, stage, *PAIRS["like"][:2])
+    first, second = stage.prompts(2, TOKENS)
+    assert found.prefill.call("digest_while_computing", first, second) == "made"
 
 
-def test_reads_in_the_engines_steps_are_checked(lab: Lab) -> None:
+def test_reads_in_the_engines_steps_are_checked(stage: Stage, lab: Lab) -> None:
     """Without a thread, as with one."""
     prefill, decode, _ = PAIRS["64 to 32"]
     decode = replace(decode, settings=(*decode.settings, ("KVPATCH_PROGRESS", "step")))
-    with Stage(lab) as stage:
-        found = scene(lab, stage, prefill, decode)
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-        found.assert_counted(**CHECKED)
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**ALARM)
+    found = scene(lab, stage, prefill, decode)
+    prompt, ask = found.fresh()
+    found.decode.ask(ask)
+    assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+    found.assert_counted(**CHECKED)
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**ALARM)
 
 
 @pytest.mark.parametrize("how", ["flip", "swap", "layer"])
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
-def test_without_digests_they_are_received(lab: Lab, kind: str, how: str) -> None:
+def test_without_digests_they_are_received(stage: Stage, lab: Lab, kind: str, how: str) -> None:
     """The negative control."""
     off = (("KVPATCH_DIGEST", "off"),)
     prefill, decode, reads = PAIRS[kind]
-    with Stage(lab) as stage:
-        found = scene(lab, stage, replace(prefill, settings=off), replace(decode, settings=off))
-        prompt, ask = found.fresh()
-        assert FIELD not in json.loads(ask.answer)
+    found = scene(lab, stage, replace(prefill, settings=off), replace(decode, settings=off))
+    prompt, ask = found.fresh()
+    assert FIELD not in json.loads(ask.answer)
 
-        found.decode.call("ask_spoilt", [ask], how, reads)
+    found.decode.call("ask_spoilt", [ask], how, reads)
 
-        seen = found.decode.watch(prompt)
-        assert seen.received == names([prompt]), seen
-        assert found.decode.wrong(prompt)[0] > 0
-        found.assert_counted(checked=0, alarm=0, unchecked=0)
+    seen = found.decode.watch(prompt)
+    assert seen.received == names([prompt]), seen
+    assert found.decode.wrong(prompt)[0] > 0
+    found.assert_counted(checked=0, alarm=0, unchecked=0)
 
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
@@ -337,33 +335,36 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
 @pytest.mark.parametrize("why", ["P has them off", "a proxy leaves it out", "P is late"])
-def test_loads_without_a_digest_are_counted_as_such(lab: Lab, kind: str, why: str) -> None:
+def test_loads_without_a_digest_are_counted_as_such(
+    stage: Stage, lab: Lab, kind: str, why: str
+) -> None:
     """They are received: nothing is known against them."""
     prefill, decode, _ = PAIRS[kind]
     if why == "P has them off":
         prefill = replace(prefill, settings=(("KVPATCH_DIGEST", "off"),))
-    with Stage(lab) as stage:
-        found = scene(lab, stage, prefill, decode)
-        if why == "P is late":
-            found.prefill.call("keep_from_digests", True)
-        prompt, ask = found.fresh()
-        answer = json.loads(ask.answer)
-        assert (FIELD in answer) == (why != "P has them off")
-        if why == "a proxy leaves it out":
-            del answer[FIELD]
-        found.counted = found.decode.call("checked")
+    found = scene(lab, stage, prefill, decode)
+    if why == "P is late":
+        found.prefill.call("keep_from_digests", True)
+    prompt, ask = found.fresh()
+    answer = json.loads(ask.answer)
+    assert (FIELD in answer) == (why != "P has them off")
+    if why == "a proxy leaves it out":
+        del answer[FIELD]
+    found.counted = found.decode.call("checked")
 
-        found.decode.ask(replace(ask, answer=json.dumps(answer)))
+    found.decode.ask(replace(ask, answer=json.dumps(answer)))
 
-        assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
-        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-        found.assert_counted(**UNCHECKED)
-        if why == "P is late":
-            found.prefill.call("keep_from_digests", False)
+    assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
+    assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+    found.assert_counted(**UNCHECKED)
+    if why == "P is late":
+        found.prefill.call("keep_from_digests", False)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_loads_through_a_host_buffer_are_counted_as_not_checked(lab: Lab, side: str) -> None:
+def test_loads_through_a_host_buffer_are_counted_as_not_checked(
+    stage: Stage, lab: Lab, side: str
+) -> None:
     """Digests do not cover them, on either side."""
     plain, buffered = spec(), spec()
     buffered = replace(
@@ -371,33 +372,31 @@ def test_loads_through_a_host_buffer_are_counted_as_not_checked(lab: Lab, side: 
         settings=(*buffered.settings, ("KVPATCH_HOST_BUFFER", "always")),
         own_scheduler=side == "P",
     )
-    with Stage(lab) as stage:
-        pair = (buffered, plain) if side == "P" else (plain, buffered)
-        found = scene(lab, stage, *pair)
-        prompt, ask = found.fresh()
-        assert (FIELD in json.loads(ask.answer)) == (side == "D")
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
-        found.assert_counted(**UNCHECKED)
+    pair = (buffered, plain) if side == "P" else (plain, buffered)
+    found = scene(lab, stage, *pair)
+    prompt, ask = found.fresh()
+    assert (FIELD in json.loads(ask.answer)) == (side == "D")
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).received == names([prompt])
+    assert found.decode.wrong(prompt)[0] == 0
+    found.assert_counted(**UNCHECKED)
 
 
-def test_stale_bytes_get_no_digest(lab: Lab) -> None:
+def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     """P's lease runs out, and its blocks are another request's, before it has digested them."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
-        found.prefill.call("keep_from_digests", True)
-        prompt, ask = found.fresh()
-        found.prefill.call("note_holds")
-        time.sleep(_SHORT_SECONDS + 0.1)
-        assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
-        found.prefill.call("hand_on", prompt.name)
-        found.prefill.call("keep_from_digests", False)
+    found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
+    found.prefill.call("keep_from_digests", True)
+    prompt, ask = found.fresh()
+    found.prefill.call("note_holds")
+    time.sleep(_SHORT_SECONDS + 0.1)
+    assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
+    found.prefill.call("hand_on", prompt.name)
+    found.prefill.call("keep_from_digests", False)
 
-        assert found.prefill.call("make_digests", prompt.name) == "none"
+    assert found.prefill.call("make_digests", prompt.name) == "none"
 
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
 
 
 _STATES = replace(
@@ -431,41 +430,43 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
 
 @pytest.mark.parametrize("tokens", [64, 32])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
-def test_recurrent_states_are_checked(lab: Lab, ranks: tuple[int, int], tokens: int) -> None:
+def test_recurrent_states_are_checked(
+    stage: Stage, lab: Lab, ranks: tuple[int, int], tokens: int
+) -> None:
     """A wrong bit in the last layer's fails the load, as one of attention's does."""
-    with Stage(lab) as stage:
-        found = _states_scene(lab, stage, ranks, tokens)
-        found.load_rightly()
-        found.assert_counted(**times(CHECKED, ranks[1]))
+    found = _states_scene(lab, stage, ranks, tokens)
+    found.load_rightly()
+    found.assert_counted(**times(CHECKED, ranks[1]))
 
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
 
-        seen = found.decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
-        assert any("its recurrent state" in line for line in seen.logged)
-        found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
+    seen = found.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    assert any("its recurrent state" in line for line in seen.logged)
+    found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
-def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[int, int]) -> None:
+def test_states_of_other_ranks_are_not_and_attention_is(
+    stage: Stage, lab: Lab, ranks: tuple[int, int]
+) -> None:
     """Each rank has its own share of a state: the load is called unchecked, unless it is wrong."""
-    with Stage(lab) as stage:
-        found = _states_scene(lab, stage, ranks, 64)
-        found.load_rightly()
-        found.assert_counted(**times(UNCHECKED, ranks[1]))
+    found = _states_scene(lab, stage, ranks, 64)
+    found.load_rightly()
+    found.assert_counted(**times(UNCHECKED, ranks[1]))
 
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**times(ALARM, ranks[1]))
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**times(ALARM, ranks[1]))
 
 
 @pytest.mark.on(reads_states_by_latents=True)
-def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) -> None:
+def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage, lab: Lab) -> None:
     """Each of P's ranks has a latent whole, with bits of its own, and D has one of them."""
     p, d = (
         replace(
@@ -479,13 +480,12 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) ->
         )
         for size in (2, 1)
     )
-    with Stage(lab) as stage:
-        found = scene(lab, stage, p, d)
-        found.prefill.call("part_copies")
-        for _ in range(3):
-            prompt, ask = found.fresh()
-            assert found.prefill.call("make_digests", prompt.name) == "made"
-            found.decode.ask(ask)
-            seen = found.decode.watch(prompt)
-            assert seen.received == names([prompt]), seen
-        assert found.decode.call("checked")["alarm"] == 0
+    found = scene(lab, stage, p, d)
+    found.prefill.call("part_copies")
+    for _ in range(3):
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.decode.ask(ask)
+        seen = found.decode.watch(prompt)
+        assert seen.received == names([prompt]), seen
+    assert found.decode.call("checked")["alarm"] == 0

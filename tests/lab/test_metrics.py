@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -74,12 +73,6 @@ def _read(stage: Stage, prefill: Actor, decode: Actor, count: int) -> list[Promp
     decode.ask(*prefill.compute(*prompts))
     assert_identical(decode, prompts, count * TOKENS)
     return prompts
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -76,12 +75,6 @@ def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
 
 
 # -- what becomes of requests --------------------------------------------------
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 @pytest.mark.one_per_generation

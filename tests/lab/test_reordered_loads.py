@@ -113,14 +113,13 @@ def test_what_is_reordered_is_not_checked_and_all_else_is(scene: Scene) -> None:
 
 
 @pytest.mark.on(ends_by_reordering=False)
-def test_stock_reorders_its_like_once_it_has_met_another(lab: Lab) -> None:
+def test_stock_reorders_its_like_once_it_has_met_another(stage: Stage) -> None:
     """The negative control: it is what goes wrong without kvpatch, and it is seen."""
-    with Stage(lab) as stage:
-        scene = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
-        assert scene.load(scene.like)[0] == 0
-        assert scene.load(scene.rows)[0] == 0
-        wrong, total = scene.load(scene.like)
-        assert wrong > total // 3, "keys, and values where they are in one row with them"
+    scene = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
+    assert scene.load(scene.like)[0] == 0
+    assert scene.load(scene.rows)[0] == 0
+    wrong, total = scene.load(scene.like)
+    assert wrong > total // 3, "keys, and values where they are in one row with them"
 
 
 @pytest.mark.on(ends_by_reordering=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,12 +23,6 @@ SPEC = EngineSpec(
 )
 OWN = replace(SPEC, own_scheduler=True, stock_workers=True)
 _WARNING = "not in all of its workers"
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 def _load(prefill: Actor, decode: Actor, tokens: int, stage: Stage) -> int:

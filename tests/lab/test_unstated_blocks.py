@@ -75,35 +75,35 @@ def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int
     assert PEER_BLOCK_SIZE in report.detail and "ENABLE_KVPATCH on P" in report.detail
 
 
-def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(lab: Lab) -> None:
+def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(stage: Stage, lab: Lab) -> None:
     own = spec(lab.release, 64)
-    with Stage(lab) as stage:
-        p, d = stage.start(own), stage.decode(own)
-        prompts = stage.prompts(2, 6 * 64)
+    p, d = stage.start(own), stage.decode(own)
+    prompts = stage.prompts(2, 6 * 64)
 
-        for prompt in prompts:
-            d.ask(*p.compute(prompt))
-            assert d.watch(prompt).received == {prompt.name}
+    for prompt in prompts:
+        d.ask(*p.compute(prompt))
+        assert d.watch(prompt).received == {prompt.name}
 
-        assert d.wrong(*prompts)[0] == 0
-        assert not d.unlike()
-        warned = [line for line in d.call("warned") if _WARNING in line]
-        assert len(warned) == 1 and PEER_BLOCK_SIZE in warned[0], warned
-        assert (PEER_LAYOUT in warned[0]) is not states_layout(lab.release)
+    assert d.wrong(*prompts)[0] == 0
+    assert not d.unlike()
+    warned = [line for line in d.call("warned") if _WARNING in line]
+    assert len(warned) == 1 and PEER_BLOCK_SIZE in warned[0], warned
+    assert (PEER_LAYOUT in warned[0]) is not states_layout(lab.release)
 
 
 @pytest.mark.parametrize("says", ["P states it", "D declares it"])
-def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(lab: Lab, says: str) -> None:
+def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(
+    stage: Stage, lab: Lab, says: str
+) -> None:
     own = spec(lab.release, 64)
     case = Case("like", own, own, 300).patched(*SLUGS, prefill=says == "P states it")
     case = declaring(case, lab.release)
-    with Stage(lab) as stage:
-        p, d = stage.start(case.prefill), stage.start(case.decode)
-        prompt = stage.prompt(256)
-        d.ask(*p.compute(prompt))
-        assert d.watch(prompt).received == {prompt.name}
-        assert d.wrong(prompt)[0] == 0
-        assert not [line for line in d.call("warned") if _WARNING in line]
+    p, d = stage.start(case.prefill), stage.start(case.decode)
+    prompt = stage.prompt(256)
+    d.ask(*p.compute(prompt))
+    assert d.watch(prompt).received == {prompt.name}
+    assert d.wrong(prompt)[0] == 0
+    assert not [line for line in d.call("warned") if _WARNING in line]
 
 
 def test_a_wrong_declaration_is_refused_where_p_states_otherwise(lab: Lab) -> None:
@@ -167,17 +167,18 @@ def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: L
 @pytest.mark.on(states_layout=False)
 @pytest.mark.parametrize("step_tokens", [40, 2048])
 @pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
-def test_with_the_releases_own_scheduler(lab: Lab, p: int, d: int, step_tokens: int) -> None:
+def test_with_the_releases_own_scheduler(
+    stage: Stage, lab: Lab, p: int, d: int, step_tokens: int
+) -> None:
     """D loads the whole blocks that P names, and computes the rest."""
     own = {"own_scheduler": True, "step_tokens": step_tokens}
-    with Stage(lab) as stage:
-        prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True, patches=SLUGS))
-        decode = stage.decode(spec(lab.release, d, **own))
-        for tokens in (190, 192):
-            prompt = stage.prompt(tokens)
+    prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True, patches=SLUGS))
+    decode = stage.decode(spec(lab.release, d, **own))
+    for tokens in (190, 192):
+        prompt = stage.prompt(tokens)
 
-            (served,) = decode.complete(*prefill.compute(prompt))
+        (served,) = decode.complete(*prefill.compute(prompt))
 
-            assert served.status == "FINISHED_LENGTH_CAPPED"
-            assert decode.wrong(prompt)[0] == 0
-            assert prefill.heard([prompt]) == {prompt.name}
+        assert served.status == "FINISHED_LENGTH_CAPPED"
+        assert decode.wrong(prompt)[0] == 0
+        assert prefill.heard([prompt]) == {prompt.name}
