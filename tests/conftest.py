@@ -57,8 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         def write(line: str) -> None:
             terminal = config.pluginmanager.getplugin("terminalreporter")
-            terminal.ensure_newline()
-            terminal.write_line(line)
+            terminal.write_line(f"\n{line}")  # behind a row of dots
 
         config.pluginmanager.register(Progress(part_of, write))
 
