@@ -128,10 +128,7 @@ def test_a_spoilt_cache_is_noticed(
 ) -> None:
     case = _case(model, sizes, 159, "one block")
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage).must_be("corrupt")
 
 
 # --- a prefill engine that sends more or fewer blocks than the prompt fills ---
@@ -230,10 +227,7 @@ def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> No
     p = replace(engine_of("two groups", 48), family="flashinfer", device="cuda", parts=3)
     case = Case("may be cut", p if cut else d, d, prompt)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical", moved=prompt)
 
 
 # --- sliding windows alone, whose lists are the ends of tables ---
@@ -253,20 +247,14 @@ def test_windows_alone_that_a_peer_may_have_cut(lab: Lab, prompt: int) -> None:
     """What the window's last blocks hold tells 48 tokens cut into 16 from 16."""
     case = _window_alone(16, prompt, cut=48)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [10, 100, 300])
 def test_windows_alone_of_peers_like_us(lab: Lab, prompt: int) -> None:
     case = _window_alone(16, prompt)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [100, 159, 300])
@@ -287,9 +275,9 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
         case, prefill=replace(case.prefill, **drafting), decode=replace(case.decode, **drafting)
     )
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == ("corrupt" if facts.lists_drafted_blocks else "identical"), report
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
+        "corrupt" if facts.lists_drafted_blocks else "identical"
+    )
 
 
 @pytest.mark.on(states_kernel_blocks=False)

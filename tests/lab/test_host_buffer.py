@@ -98,30 +98,21 @@ def case(name: str, pair: tuple[EngineSpec, EngineSpec], **more: object) -> Case
 def test_like_pair_is_identical(lab: Lab, name: str) -> None:
     wanted = case(name, stated(PAIRS[name], lab.release))
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 128])
 def test_prompts_around_a_block(lab: Lab, prompt: int) -> None:
     wanted = case("both", PAIRS["both"], prompt_tokens=prompt)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("side", ["P", "D", "both"])
 def test_a_prefix_that_d_has(lab: Lab, side: str) -> None:
     wanted = case(side, stated(PAIRS[side], lab.release), prefix_hit_tokens=2 * BLOCK_TOKENS)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("family", ["mla", "flashinfer", "pallas"])
@@ -133,9 +124,7 @@ def test_other_shapes(lab: Lab, family: str) -> None:
     layout = "NHD" if family == "mla" else "HND"  # of a TPU what is stated, and not what is
     pair = prefilling(layout=layout, **sizes), buffered(layout=layout, **sizes)
 
-    report = lab.run(case(family, pair))
-
-    assert report.outcome == "identical", report
+    lab.run(case(family, pair)).must_be("identical")
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -146,18 +135,13 @@ def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
         pytest.skip("this release's handshake does not state what sets these apart")
     wanted = case(name, UNLIKE[name])
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 def test_ranks(lab: Lab) -> None:
     pair = prefilling(tp_size=2), buffered(tp_size=2)
 
-    report = lab.run(case("two ranks", pair))
-
-    assert report.outcome == "identical", report
+    lab.run(case("two ranks", pair)).must_be("identical")
 
 
 @pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
@@ -181,11 +165,8 @@ def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
     strange = replace(SPEC, device="npu", own_scheduler=True)
     stock = case("a device of its own", (strange, replace(strange, own_scheduler=False)))
 
-    report = lab.run(stock.patched(*SLUGS))
-
-    assert report.outcome == "identical", report
-    report = lab.run(stock)
-    assert report.outcome == "refused", report
+    report = lab.run(stock.patched(*SLUGS)).must_be("identical")
+    report = lab.run(stock).must_be("refused")
     # 0.10.0 asks nobody, and NIXL cannot have what it calls VRAM.
     assert moves_full_blocks_only(lab.release) or "npu" in report.detail, report
 
@@ -216,10 +197,7 @@ def test_tensors_without_a_storage(lab: Lab, name: str) -> None:
         pytest.skip("this release's handshake does not state what sets these apart")
     wanted = case(name, (pair[0], pair[1]), prefix_hit_tokens=hit)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0 states no layout
@@ -253,20 +231,18 @@ def test_a_platforms_own_copies_are_kept_where_they_are_right(
 
 @pytest.mark.parametrize("blocks", [0, -1])
 def test_a_buffer_without_a_block_is_refused(lab: Lab, blocks: int) -> None:
-    report = lab.run(case("none", (prefilling(blocks), SPEC)))
-
-    assert report.outcome == "refused", report
-    assert "KVPATCH_HOST_BUFFER_BYTES" in report.detail
+    lab.run(case("none", (prefilling(blocks), SPEC))).must_be(
+        "refused", "KVPATCH_HOST_BUFFER_BYTES"
+    )
 
 
 @pytest.mark.parametrize("size", ["4GB", "-1", "0", "1e9"])
 def test_a_size_that_is_no_number_is_refused(lab: Lab, size: str) -> None:
     settings = (*ALWAYS, ("KVPATCH_HOST_BUFFER_BYTES", size))
 
-    report = lab.run(case(size, (prefilling(settings=settings), SPEC)))
-
-    assert report.outcome == "refused", report
-    assert f"KVPATCH_HOST_BUFFER_BYTES={size!r}" in report.detail
+    lab.run(case(size, (prefilling(settings=settings), SPEC))).must_be(
+        "refused", f"KVPATCH_HOST_BUFFER_BYTES={size!r}"
+    )
 
 
 # --- one request at a time ---------------------------------------------------
@@ -474,8 +450,7 @@ def test_in_a_multi_connector(lab: Lab) -> None:
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
     pair = prefilling(ROOM, in_multi=True), buffered(in_multi=True)
     for wanted in (pair, (pair[0], SPEC), (SPEC, pair[1])):
-        report = lab.run(case("in a MultiConnector", wanted))
-        assert report.outcome == "identical", report
+        lab.run(case("in a MultiConnector", wanted)).must_be("identical")
 
 
 def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(stage: Stage, lab: Lab) -> None:

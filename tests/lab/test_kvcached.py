@@ -25,9 +25,7 @@ _CELLS = tuple(cells())
 @pytest.mark.parametrize(("family", "layout", "side"), _CELLS)
 def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> None:
     """A read or a write outside the pages in use would end the process that does it."""
-    report = lab.run(case(family, layout, side, by_kvpatch=True))
-
-    assert report.outcome == "identical", report
+    report = lab.run(case(family, layout, side, by_kvpatch=True)).must_be("identical")
     if layout == "contiguous" and side == "both":
         assert report.descriptors == -(-report.moved_tokens // 16)
         assert report.registrations == 1
@@ -39,10 +37,7 @@ def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> 
 def test_a_spoilt_cache_is_noticed(
     lab: Lab, family: Family, layout: str, sabotage: Sabotage
 ) -> None:
-    report = lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize(
@@ -64,20 +59,14 @@ def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
     if side == "D" and layout == "split-half" and not states_layout(lab.release):
         pytest.skip("this pair is refused")
 
-    report = lab.run(beside, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(beside, sabotage=sabotage).must_be("corrupt")
 
 
 def test_a_prefix_hit_and_several_requests(lab: Lab) -> None:
     rows = _on(spec("flash", LAYOUTS["contiguous"]))
     wanted = Case("hit", rows, replace(rows, tensor_blocks=52), 100, 32, n_requests=3)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,9 +88,7 @@ def test_beside_a_plain_cache_of_other_blocks(
         for engine, tokens in zip((beside.prefill, beside.decode), sizes, strict=True)
     )
 
-    report = lab.run(Case("beside", p, d, prompt_tokens=300))
-
-    assert report.outcome == "identical", report
+    lab.run(Case("beside", p, d, prompt_tokens=300)).must_be("identical")
 
 
 def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
@@ -115,10 +102,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
         for blocks in (PAGE_BYTES // block_bytes, PAGE_BYTES // block_bytes + 1)
     )
 
-    report = lab.run(full)
-
-    assert report.outcome == "refused", report
-    assert "or it has kvcached" in report.detail
+    lab.run(full).must_be("refused", "or it has kvcached")
     assert lab.run(odd).outcome == "identical"
 
 

@@ -78,18 +78,12 @@ PAIRS: list[tuple[Family, str, str, str]] = [
 def test_pairs_are_identical(lab: Lab, family: Family, p: str, d: str, where: str) -> None:
     wanted = _pair(family, p, d, where)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(_pair("flash", "contiguous", "contiguous", "P D"), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(_pair("flash", "contiguous", "contiguous", "P D"), sabotage=sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,7 @@ def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> Non
 def test_ranks_and_a_prefix_that_d_has(lab: Lab) -> None:
     wanted = _pair("flash", "contiguous", "contiguous", "P D", tp_size=2)
 
-    report = lab.run(replace(wanted, prefix_hit_tokens=32))
-
-    assert report.outcome == "identical", report
+    lab.run(replace(wanted, prefix_hit_tokens=32)).must_be("identical")
 
 
 @pytest.mark.on(states_block_size=True)
@@ -122,9 +114,7 @@ def test_blocks_that_are_cut(lab: Lab) -> None:
     cut = {"block_tokens": 128, "parts": 2, "planned_blocks": 20, "tensor_blocks": 30}
     wanted = _pair("flashinfer", "split-half", "split-half", "P D", **cut)
 
-    report = lab.run(replace(wanted, prompt_tokens=350))
-
-    assert report.outcome == "identical", report
+    lab.run(replace(wanted, prompt_tokens=350)).must_be("identical")
 
 
 # --- what NIXL is handed ---------------------------------------------------------------
@@ -211,10 +201,9 @@ def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab) -> None:
     found = _pair("flash", "contiguous", "contiguous", "P D")
     unmapped = replace(found.decode, settings=(*found.decode.settings, (UNMAPPED, "1")))
 
-    report = lab.run(replace(found, decode=unmapped))
-
-    assert report.outcome == "refused", report
-    assert "is not mapped: found the page of zeros" in report.detail
+    lab.run(replace(found, decode=unmapped)).must_be(
+        "refused", "is not mapped: found the page of zeros"
+    )
 
 
 def test_a_layout_that_the_variable_denies_is_refused(lab: Lab) -> None:
@@ -250,7 +239,6 @@ def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: in
 def test_recurrent_state_is_refused(lab: Lab) -> None:
     engine = _buffered(of_states("contiguous"))
 
-    report = lab.run(Case("state", engine, engine, 300))
-
-    assert report.outcome == "refused", report
-    assert "attention layers in blocks, which alone go through a host buffer" in report.detail
+    lab.run(Case("state", engine, engine, 300)).must_be(
+        "refused", "attention layers in blocks, which alone go through a host buffer"
+    )

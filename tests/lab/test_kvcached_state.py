@@ -48,9 +48,7 @@ def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
     ],
 )
 def test_state_moves_with_attention(lab: Lab, p: str, d: str) -> None:
-    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS)).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
     if p == "contiguous":
         assert report.registrations == 1
@@ -76,10 +74,7 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
 def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
     spec = _spec(layout)
 
-    report = lab.run(Case("state", spec, spec, _PROMPT_TOKENS), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(Case("state", spec, spec, _PROMPT_TOKENS), sabotage=sabotage).must_be("corrupt")
 
 
 def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
@@ -108,9 +103,7 @@ def test_unlike_pools(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) ->
     """A state has the page of a block, whose bytes go by its tokens: its own bytes move."""
     case = Case("unlike", _spec(p, p_tokens), _spec(d, d_tokens), _PROMPT_TOKENS)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
@@ -119,10 +112,7 @@ def test_unlike_pools(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) ->
 def test_a_spoilt_unlike_pool_is_noticed(lab: Lab, p: str, d: str, sabotage: Sabotage) -> None:
     case = Case("unlike", _spec(p, 64), _spec(d), _PROMPT_TOKENS)
 
-    report = lab.run(case, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(case, sabotage=sabotage).must_be("corrupt")
 
 
 def _cut(block_tokens: int) -> EngineSpec:
@@ -134,9 +124,7 @@ def _cut(block_tokens: int) -> EngineSpec:
 @pytest.mark.parametrize("prompt", [100, _PROMPT_TOKENS])
 def test_blocks_that_both_backends_cut_otherwise(lab: Lab, prompt: int) -> None:
     """A page of states is two of D's kernel blocks and three of P's."""
-    report = lab.run(Case("cut", _cut(192), _cut(128), prompt))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("cut", _cut(192), _cut(128), prompt)).must_be("identical")
     assert report.moved_tokens >= prompt - 1
 
 
@@ -147,22 +135,16 @@ def test_blocks_that_both_backends_cut_into_16_tokens(lab: Lab, p: int, d: int) 
         replace(_cut(tokens), parts=tokens // 16, state_tokens=640) for tokens in (p, d)
     )
 
-    report = lab.run(Case("cut into 16", prefill, decode, 450))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("cut into 16", prefill, decode, 450)).must_be("identical")
     assert report.moved_tokens >= 449
 
 
 def test_a_peer_that_is_cut_into_blocks_of_ours(lab: Lab) -> None:
-    report = lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
+    lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS)).must_be("identical")
 
 
 def test_a_peer_that_is_cut_alike(lab: Lab) -> None:
-    report = lab.run(Case("like", _cut(128), _cut(128), _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("like", _cut(128), _cut(128), _PROMPT_TOKENS)).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
@@ -177,9 +159,7 @@ def test_states_that_a_prefix_cache_keeps(
     prefill = replace(_spec(p, 64), state_mode=p_mode, planned_blocks=64)
     decode = replace(_spec(""), state_mode=d_mode, planned_blocks=64)
 
-    report = lab.run(Case("kept", prefill, decode, _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("kept", prefill, decode, _PROMPT_TOKENS)).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
@@ -187,10 +167,9 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
     """Each rank has a share of a state."""
     prefill = replace(_spec("contiguous"), tp_size=2)
 
-    report = lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS))
-
-    assert report.outcome == "refused", report
-    assert "recurrent state in kvcached's contiguous layout" in report.detail
+    lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS)).must_be(
+        "refused", "recurrent state in kvcached's contiguous layout"
+    )
 
 
 @pytest.mark.on(has_channels_first=True)
@@ -204,9 +183,7 @@ def test_states_of_unlike_ranks_come_into_a_pool(
     prefill = replace(_spec("", 64), tp_size=p_ranks, state_kind=kind)
     case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    lab.run(case).must_be("identical")
     assert lab.run(case, sabotage="skip_part").outcome == "corrupt"
 
 
@@ -216,9 +193,7 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
     specs = (replace(_spec(layout), state_first=True) for layout in (p, d))
     case = Case("first", *specs, _PROMPT_TOKENS)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    lab.run(case).must_be("identical")
     assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
 
 
@@ -243,9 +218,7 @@ def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     )
     case = Case("rows", prefill, decode, _PROMPT_TOKENS)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
     assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
     if p == d:

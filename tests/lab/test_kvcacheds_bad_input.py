@@ -53,9 +53,7 @@ def test_a_layout_that_the_variable_denies(lab: Lab, layout: str) -> None:
 def test_pages_that_the_variable_denies(lab: Lab, layout: str) -> None:
     contrary = _spec(layout, ("KVCACHED_PAGE_SIZE_MB", "64"))
 
-    report = _run(lab, contrary, contrary)
-
-    assert report.outcome == "refused", report
+    report = _run(lab, contrary, contrary).must_be("refused")
     assert "KVCACHED_PAGE_SIZE_MB=64 and kvcached's pools are no whole number" in report.detail
     assert "Expected multiples of 67108864 bytes" in report.detail
 
@@ -64,11 +62,9 @@ def test_pages_that_the_variable_denies(lab: Lab, layout: str) -> None:
 def test_two_pools_of_unlike_pages(lab: Lab, layout: str) -> None:
     odd = _spec(layout, (ODD_LAYER, "pool"))
 
-    report = _run(lab, odd, odd)
-
-    assert report.outcome == "refused", report
-    assert "unlike sizes: " in report.detail and "Expected" in report.detail
-    assert "layers.2." in report.detail and "ENABLE_KVCACHED=false" in report.detail
+    _run(lab, odd, odd).must_be(
+        "refused", "unlike sizes: ", "Expected", "layers.2.", "ENABLE_KVCACHED=false"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,11 +76,9 @@ def test_a_tensor_outside_the_pool(lab: Lab, layout: str, odd: str, said: str) -
     if has_named_layouts(lab.release):
         said = "unlike sizes"  # the release makes the views, and kvcached marks none
 
-    report = _run(lab, strange, strange)
-
-    assert report.outcome == "refused", report
-    assert "layers.2." in report.detail and said in report.detail
-    assert "xpected" in report.detail and "ENABLE_KVCACHED=false" in report.detail
+    _run(lab, strange, strange).must_be(
+        "refused", "layers.2.", said, "xpected", "ENABLE_KVCACHED=false"
+    )
 
 
 # kvcached compares the two in its manager, which the lab does not run
@@ -94,11 +88,9 @@ def test_blocks_that_do_not_fit_pages_are_refused_by_kvcached(lab: Lab, layout: 
     """From 0.29 on it looks at its pages where it allocates; pages of 2 KiB hold no block here."""
     small = _spec(layout, (PAGE, "2048"))
 
-    report = _run(lab, small, small)
-
-    assert report.outcome == "refused", report
-    assert "KVCachedConfigError" in report.detail
-    assert "kvcached cannot manage this KV geometry" in report.detail
+    _run(lab, small, small).must_be(
+        "refused", "KVCachedConfigError", "kvcached cannot manage this KV geometry"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,8 +105,6 @@ def test_a_page_that_is_not_mapped_under_a_descriptor(
     told = (PEER_BLOCK_SIZE, str(prefill.block_tokens))  # so that it loads the first prompt
     decode = replace(_spec(layout, (UNMAPPED, "1"), told), block_tokens=block_tokens)
 
-    report = _run(lab, prefill, decode)
-
-    assert report.outcome == "refused", report
-    assert "is not mapped: found the page of zeros" in report.detail
-    assert "one of its own for every block" in report.detail
+    _run(lab, prefill, decode).must_be(
+        "refused", "is not mapped: found the page of zeros", "one of its own for every block"
+    )

@@ -43,9 +43,7 @@ def _case(spec: EngineSpec, order: Order, *, patched: bool = True) -> Case:
 def test_kvpatch_takes_its_place(lab: Lab, spec: EngineSpec, order: Order) -> None:
     case = _case(spec, order)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     if spec is _ROWS:
         assert report.descriptors == -(-report.moved_tokens // spec.block_tokens)
         assert report.registrations == 1
@@ -53,10 +51,9 @@ def test_kvpatch_takes_its_place(lab: Lab, spec: EngineSpec, order: Order) -> No
 
 
 def test_alone_it_refuses_its_own_default_layout(lab: Lab) -> None:
-    report = lab.run(_case(_ROWS, "before", patched=False))
-
-    assert report.outcome == "refused", report
-    assert "requires KVCACHED_CONTIGUOUS_LAYOUT=false" in report.detail
+    lab.run(_case(_ROWS, "before", patched=False)).must_be(
+        "refused", "requires KVCACHED_CONTIGUOUS_LAYOUT=false"
+    )
 
 
 def test_without_a_patch_that_does_its_part_it_stays_and_kvpatch_refuses(lab: Lab) -> None:
@@ -65,7 +62,4 @@ def test_without_a_patch_that_does_its_part_it_stays_and_kvpatch_refuses(lab: La
         patches=tuple(slug for slug in SLUGS if slug != "block_count"),
     )
 
-    report = lab.run(Case("kvcached's own", one, one))
-
-    assert report.outcome == "refused", report
-    assert "kvpatch cannot patch" in report.detail
+    lab.run(Case("kvcached's own", one, one)).must_be("refused", "kvpatch cannot patch")

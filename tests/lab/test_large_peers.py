@@ -28,27 +28,25 @@ def _case(prefill: EngineSpec, lab: Lab) -> Case:
 
 def test_rows_of_all_layers_are_shown_as_one_block_of_each(lab: Lab) -> None:
     """All their memory in each of D's regions was layers times as much as a like pair has."""
-    report = lab.run(_case(_ROWS, lab))
-
-    assert report.outcome == "identical", report
+    report = lab.run(_case(_ROWS, lab)).must_be("identical")
     assert 0 < report.prepared <= _A_BLOCK_OF_EACH
 
 
 # D takes this P for one like it until a prompt has told otherwise
 @pytest.mark.on(states_layout=True)
 def test_unlike_blocks_are_shown_as_one(lab: Lab) -> None:
-    report = lab.run(_case(replace(_D, block_tokens=16, planned_blocks=400), lab))
-
-    assert report.outcome == "identical", report
+    report = lab.run(_case(replace(_D, block_tokens=16, planned_blocks=400), lab)).must_be(
+        "identical"
+    )
     assert 0 < report.prepared <= _A_BLOCK_OF_EACH
 
 
 @pytest.mark.on(meets_one_rank=False)
 def test_more_ranks_have_d_divide_nothing_of_its_own(lab: Lab) -> None:
     """The release prepares all of D's blocks once for each rank of a P with more."""
-    report = lab.run(_case(replace(_D, block_tokens=16, planned_blocks=400, tp_size=2), lab))
-
-    assert report.outcome == "identical", report
+    report = lab.run(
+        _case(replace(_D, block_tokens=16, planned_blocks=400, tp_size=2), lab)
+    ).must_be("identical")
     assert 0 < report.prepared <= 2 * _A_BLOCK_OF_EACH
 
 
@@ -56,9 +54,7 @@ def test_a_like_peer_is_prepared_as_ever(lab: Lab) -> None:
     """The control of the counts above: the release reads it by descriptors of its own."""
     case = _case(replace(_D, planned_blocks=400), lab)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     assert report.prepared >= 400 * _LAYERS
 
 

@@ -53,8 +53,7 @@ def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:
 @pytest.mark.parametrize("spec", [SPEC, NHD], ids=["HND", "NHD"])
 def test_like_pair_is_the_releases(lab: Lab, spec: EngineSpec) -> None:
     for pair in [(spec, _on(spec)), (_on(spec), spec), (_on(spec), _on(spec))]:
-        report = lab.run(_case(pair))
-        assert report.outcome == "identical", report
+        lab.run(_case(pair)).must_be("identical")
 
 
 UNLIKE = {
@@ -89,17 +88,14 @@ def test_stock_reads_heads_for_tokens(lab: Lab) -> None:
     """The negative control: without an error, with as many blocks of as many bytes."""
     is_wrong = FACTS[lab.release].cache_shape != "packed"
 
-    report = lab.run(_case(UNLIKE["1 to 2 ranks"]))
-
-    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+    lab.run(_case(UNLIKE["1 to 2 ranks"])).must_be("corrupt" if is_wrong else "identical")
 
 
 @pytest.mark.on(states_block_size=True)
 def test_with_kvpatchs_buffer_on_both_sides_any_blocks_are_read(lab: Lab) -> None:
     for pair in [(16, 64), (64, 16)]:
         p, d = (replace(POOL, block_tokens=tokens) for tokens in pair)
-        report = lab.run(_case((p, d)))
-        assert report.outcome == "identical", report
+        lab.run(_case((p, d))).must_be("identical")
 
 
 @pytest.mark.parametrize("spec", [MLA, FLASHINFER], ids=["latents", "blocks first"])

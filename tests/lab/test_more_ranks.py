@@ -45,19 +45,16 @@ _CASES = {
 def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
     case = _CASES[name]
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_spoilt_heads_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
     case = _CASES["one block size"]
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
+    lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage).must_be("corrupt")
 
 
 def test_stock_does_not_read_them(lab: Lab) -> None:
@@ -68,10 +65,9 @@ def test_stock_does_not_read_them(lab: Lab) -> None:
 def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
     case = _case(3, 2, heads=6)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "that is a multiple of the decode side's" in report.detail, report
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
+        "refused", "that is a multiple of the decode side's"
+    )
 
 
 # -- what becomes of requests --------------------------------------------------

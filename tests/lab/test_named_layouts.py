@@ -42,10 +42,7 @@ def _run(lab: Lab, case: Case, **settings: Sabotage) -> Report:
 
 @pytest.mark.parametrize(("p_layout", "d_layout"), PAIRS)
 def test_any_layout_is_read_into_any(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, _case(p_layout, d_layout))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == 150
+    _run(lab, _case(p_layout, d_layout)).must_be("identical", moved=150)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +59,9 @@ def test_any_layout_is_read_into_any(lab: Lab, p_layout: str, d_layout: str) -> 
 def test_other_block_sizes_and_a_prefix_hit(
     lab: Lab, p_layout: str, p_tokens: int, d_layout: str, d_tokens: int
 ) -> None:
-    report = _run(lab, _case(p_layout, d_layout, p_tokens, d_tokens, hit=d_tokens))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == 150 - d_tokens
+    _run(lab, _case(p_layout, d_layout, p_tokens, d_tokens, hit=d_tokens)).must_be(
+        "identical", moved=150 - d_tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,9 +79,9 @@ def test_unlike_ranks(
 ) -> None:
     case = _case(p_layout, d_layout, 32, d_tokens)
     prefill = replace(case.prefill, tp_size=p_tp)
-    report = _run(lab, replace(case, prefill=prefill, decode=replace(case.decode, tp_size=d_tp)))
-
-    assert report.outcome == "identical", report
+    _run(lab, replace(case, prefill=prefill, decode=replace(case.decode, tp_size=d_tp))).must_be(
+        "identical"
+    )
 
 
 def test_one_head_a_rank(lab: Lab) -> None:
@@ -100,9 +96,7 @@ def test_one_head_a_rank(lab: Lab) -> None:
     [("BHLNC", "LBHNC"), ("LBHNC", "BHLNC"), ("BLNHC", "BLHNC"), ("LHBNC", "BLNHC")],
 )
 def test_latents(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, _case(p_layout, d_layout, family="mla", head_dim=64))
-
-    assert report.outcome == "identical", report
+    _run(lab, _case(p_layout, d_layout, family="mla", head_dim=64)).must_be("identical")
 
 
 def test_layers_beyond_ten(lab: Lab) -> None:
@@ -114,10 +108,7 @@ def test_layers_beyond_ten(lab: Lab) -> None:
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = _run(lab, _case("LHBNC", "BLHNC"), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    _run(lab, _case("LHBNC", "BLHNC"), sabotage=sabotage).must_be("corrupt")
 
 
 def _groups(layout: str, tokens: int) -> EngineSpec:
@@ -132,9 +123,9 @@ def _groups(layout: str, tokens: int) -> EngineSpec:
     [("LHBNC", "LBHNC"), ("LBHNC", "LHBNC"), ("LBHNC", "BHLNC"), ("BLHNC", "BLNHC")],
 )
 def test_several_cache_groups(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, Case("groups", _groups(p_layout, 32), _groups(d_layout, 64), 300))
-
-    assert report.outcome == "identical", report
+    _run(lab, Case("groups", _groups(p_layout, 32), _groups(d_layout, 64), 300)).must_be(
+        "identical"
+    )
 
 
 @pytest.mark.parametrize("p_layout", ["BLNHC", "BHLNC"])
@@ -142,9 +133,7 @@ def test_rows_of_several_cache_groups(lab: Lab, p_layout: str) -> None:
     """Every group's layers follow one another from a row's beginning, as the plan has them."""
     case = Case("groups", _groups(p_layout, 32), _groups("LBHNC", 64), 300)
 
-    report = _run(lab, case)
-
-    assert report.outcome == "identical", report
+    _run(lab, case).must_be("identical")
     assert _run(lab, case, sabotage="skip_layer").outcome == "corrupt"
 
 
@@ -156,6 +145,4 @@ def test_rows_of_several_cache_groups(lab: Lab, p_layout: str) -> None:
 def test_either_way_of_reading(lab: Lab, p_layout: str, d_layout: str, way: str) -> None:
     case = _case(p_layout, d_layout, 96, 64)
     decode = replace(case.decode, settings=(("KVPATCH_TRANSFER", way),))
-    report = _run(lab, replace(case, decode=decode))
-
-    assert report.outcome == "identical", report
+    _run(lab, replace(case, decode=decode)).must_be("identical")

@@ -51,9 +51,9 @@ def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
     if lab.release in ("0.24.0", "0.25.1"):  # the negative control
         assert stock.outcome == ("identical" if family == "mla" else "corrupt"), stock
 
-    report = _run(lab, _on(spec), _on(spec))
-
-    assert report.outcome == ("identical" if stock.outcome == "identical" else "refused"), report
+    _run(lab, _on(spec), _on(spec)).must_be(
+        "identical" if stock.outcome == "identical" else "refused"
+    )
 
 
 @pytest.mark.on(states_layout=True)
@@ -77,7 +77,7 @@ def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: 
         pytest.skip("0.11.0's connector does not know Triton's shape, and stock fails over it")
     spec = replace(_SPEC, family="triton")
 
-    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d)))
-
-    assert report.outcome == "identical", report
+    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d))).must_be(
+        "identical"
+    )
     assert report.moved_tokens > 0, report

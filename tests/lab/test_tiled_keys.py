@@ -119,11 +119,9 @@ def test_unlike_ranks(lab: Lab, p_ranks: int, d_ranks: int) -> None:
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_nobody_says_how_they_lie(lab: Lab, amx: bool) -> None:
-    report = lab.run(pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None))
-
-    assert report.outcome == "refused", report
-    assert "KVPATCH_PEER_KEYS" in report.detail, report
-    assert report.moved_tokens == 0
+    lab.run(pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None)).must_be(
+        "refused", "KVPATCH_PEER_KEYS", moved=0
+    )
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -187,23 +185,19 @@ def test_a_wrong_declaration_is_noticed(lab: Lab, p_amx: bool, d_amx: bool) -> N
 
     case = pair(lab, cpu(64, amx=p_amx), cpu(32, amx=d_amx), keys)
 
-    report = lab.run(case)
-
-    assert report.outcome == "corrupt", report
+    report = lab.run(case).must_be("corrupt")
     assert report.wrong_elements > 0
 
 
 @pytest.mark.on(names_layouts=True)
 def test_a_wrong_declaration_beside_rows_is_noticed(lab: Lab) -> None:
-    report = lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS))
-
-    assert report.outcome == "corrupt", report
+    lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS)).must_be("corrupt")
 
 
 def test_a_wrong_declaration_is_refused_where_p_says_otherwise(lab: Lab) -> None:
-    report = lab.run(pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True))
-
-    assert report.outcome == "refused", report
+    report = lab.run(
+        pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True)
+    ).must_be("refused")
     assert "declares columns and P has keys in tiles" in report.detail
 
 
@@ -223,6 +217,4 @@ def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> No
 def test_spoilt_tiles_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
     case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
 
-    report = lab.run(case, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
+    lab.run(case, sabotage=sabotage).must_be("corrupt")

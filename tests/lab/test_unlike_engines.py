@@ -45,9 +45,7 @@ def _one_each_way() -> list[str]:
 @pytest.mark.parametrize("name", on_every_release(_CASES, _one_each_way()))
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     case = _CASES[name]
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    report = lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
     if moves_full_blocks_only(lab.release):  # where P's whole blocks end before ours, none
         assert report.moved_tokens <= tokens_to_move(case, lab.release)
         return
@@ -63,10 +61,7 @@ def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(_pair().patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(_pair().patched(*SLUGS, prefill=False), sabotage=sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize(("p", "d"), [(128, 32), (32, 128), (96, 64), (32, 32)])
@@ -75,9 +70,7 @@ def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
     if not registers_cpu_caches(lab.release):
         pytest.skip("this release's worker, P's too, does not register a CPU backend's cache")
 
-    report = lab.run(_pair("cpu", p, d).patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.run(_pair("cpu", p, d).patched(*SLUGS, prefill=False)).must_be("identical")
 
 
 @pytest.mark.parametrize("sizes", [{"p": 32, "d": 64}, {"p": 64, "d": 32}])
@@ -92,9 +85,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
         decode=replace(case.decode, head_dim=128),
     )
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -102,9 +93,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
 def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     """Heads are split by the plan, in NHD too, where stock refuses or goes wrong."""
     case = _pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp)
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 2), (2, 4), (2, 1)])
@@ -115,9 +104,7 @@ def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int
     sides = (replace(side, head_dim=64) for side in (case.prefill, case.decode))
     case = replace(case, **dict(zip(("prefill", "decode"), sides, strict=True)))
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
 
 
 @pytest.mark.on(names_layouts=True)
@@ -208,10 +195,9 @@ def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
     _must_cut(lab)
     case = _cut_pair(p, d)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
 
 
 @pytest.mark.on(since="0.18")  # else: no such blocks
@@ -224,10 +210,9 @@ def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
     )
     case = Case(f"flashinfer, cut into 16, P {p}, D {d}", prefill, decode, prompt_tokens=300)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
 
 
 @pytest.mark.on(states_kernel_blocks=False)
@@ -240,6 +225,6 @@ def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
 
 def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
     _must_cut(lab)
-    report = lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block")
-
-    assert report.outcome == "corrupt", report
+    lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block").must_be(
+        "corrupt"
+    )

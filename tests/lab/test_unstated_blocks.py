@@ -48,19 +48,16 @@ def pair(release: str, p: int, d: int, **of_p: object) -> Case:
 def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
     case = pair(lab.release, p, d)
 
-    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.run(case.patched(*SLUGS, prefill=says == "P states it")).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
 
 
 @pytest.mark.parametrize("prefill", [False, True])
 def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
     case = pair(lab.release, 128, 64)
 
-    report = lab.run(case.patched(*SLUGS, prefill=prefill), sabotage="shift_block")
-
-    assert report.outcome == "corrupt", report
+    lab.run(case.patched(*SLUGS, prefill=prefill), sabotage="shift_block").must_be("corrupt")
 
 
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
@@ -110,10 +107,9 @@ def test_a_wrong_declaration_is_refused_where_p_states_otherwise(lab: Lab) -> No
     case = pair(lab.release, 128, 64).patched(*SLUGS)
     said = replace(case.decode, settings=((PEER_BLOCK_SIZE, "64"),))
 
-    report = lab.run(replace(case, decode=said))
-
-    assert report.outcome == "refused", report
-    assert f"{PEER_BLOCK_SIZE} declares blocks of 64 tokens" in report.detail
+    lab.run(replace(case, decode=said)).must_be(
+        "refused", f"{PEER_BLOCK_SIZE} declares blocks of 64 tokens"
+    )
 
 
 def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
@@ -147,10 +143,9 @@ def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) 
     decode = replace(case.decode, layout=layouts[1])
     case = replace(case, decode=decode, prompt_tokens=4 * p * d // 16)
 
-    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == case.prompt_tokens
+    lab.run(case.patched(*SLUGS, prefill=says == "P states it")).must_be(
+        "identical", moved=case.prompt_tokens
+    )
 
 
 @pytest.mark.on(states_layout=False)
@@ -158,10 +153,7 @@ def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: L
     case = pair(lab.release, 16, 16)
     case = replace(case, decode=replace(case.decode, layout="NHD"))
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
-
-    assert report.outcome == "refused", report
-    assert PEER_LAYOUT in report.detail
+    lab.run(case.patched(*SLUGS, prefill=False), declares=False).must_be("refused", PEER_LAYOUT)
 
 
 @pytest.mark.on(states_layout=False)
