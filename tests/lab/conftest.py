@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -35,11 +35,27 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield opened
 
 
+_ERROR: pytest.StashKey[BaseException] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keeps what a test has raised for its stage: reads may be in flight then."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        item.stash[_ERROR] = call.excinfo.value
+    return report
+
+
 @pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
+def stage(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Stage]:
     """Engines of one test."""
-    with Stage(lab) as opened:
-        yield opened
+    opened = Stage(lab)
+    yield opened
+    error = request.node.stash.get(_ERROR, None)
+    opened.__exit__(error and type(error), error, None)
 
 
 def _releases_for(node: pytest.Item) -> list[str]:
