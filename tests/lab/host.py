@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
+from kvpatch.patches import SLUGS
 from tests.releases import cache, kvcached
 
 from .ancestor import LOG, Ancestor
@@ -205,6 +206,16 @@ class Lab:
         if report.detail:  # pytest cuts a report short, and shows this whole
             print(report.detail)
         return replace(report, seconds=time.perf_counter() - started)
+
+    def on_d(
+        self,
+        case: Case,
+        sabotage: Sabotage | StateSabotage | None = None,
+        *,
+        declares: bool = True,
+    ) -> Report:
+        """Plays a case with kvpatch on D alone, all of it."""
+        return self.run(case.patched(*SLUGS, prefill=False), sabotage, declares=declares)
 
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""

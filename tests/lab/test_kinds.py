@@ -36,9 +36,7 @@ def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     """The last block of a prompt is not full, and its scales lie at its end."""
     case = _indexed({"tp_size": p_tp}, {"tp_size": d_tp})
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
-        "identical", moved=tokens_to_move(case, lab.release)
-    )
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
 @pytest.mark.on(states_block_size=True)
@@ -49,9 +47,7 @@ def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int)
     p, d = ({"block_tokens": 64 * parts, "parts": parts} for parts in (p_parts, d_parts))
     case = _indexed(p, d, prompt_tokens=300, prefix_hit_tokens=128)
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
-        "identical", moved=tokens_to_move(case, lab.release)
-    )
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
 @pytest.mark.on(since="0.11")
@@ -59,7 +55,7 @@ def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
     parts = 2 if states_block_size(lab.release) else 1
     case = _indexed({}, {"block_tokens": 64 * parts, "parts": parts})
 
-    lab.run(case.patched(*SLUGS, prefill=False), sabotage="skip_state").must_be("corrupt")
+    lab.on_d(case, sabotage="skip_state").must_be("corrupt")
 
 
 @pytest.mark.on(before="0.18")
@@ -68,7 +64,7 @@ def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
 def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) -> None:
     case = _indexed({"block_tokens": p}, {"block_tokens": d})
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be("refused", "an indexer's values")
+    lab.on_d(case).must_be("refused", "an indexer's values")
 
 
 @pytest.mark.on(since="0.11")
@@ -101,7 +97,7 @@ _MIXED = {
 @pytest.mark.parametrize("name", _MIXED)
 def test_slots_of_all_heads_are_never_cut(lab: Lab, name: str) -> None:
     """Stock reads half of a block, all heads' keys, for half of the heads."""
-    lab.run(_slotted(*_MIXED[name]).patched(*SLUGS, prefill=False)).must_be("refused", "two slots")
+    lab.on_d(_slotted(*_MIXED[name])).must_be("refused", "two slots")
 
 
 # -- AITER's FlashAttention with shuffled keys (0.15 on), which calls itself FLASH_ATTN ---------
@@ -126,7 +122,7 @@ def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
         prefill, decode = replace(shuffled, block_tokens=32, shuffles=False), shuffled
     case = Case("shuffled keys", prefill, decode, prompt_tokens=150)
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be("refused", "move whole")
+    lab.on_d(case).must_be("refused", "move whole")
 
 
 def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> None:
@@ -142,7 +138,7 @@ def test_shuffled_keys_of_unlike_logical_blocks(lab: Lab, shuffled: EngineSpec) 
     prefill = replace(shuffled, block_tokens=48, parts=3)
     case = Case("shuffled keys, P 48, D 16", prefill, shuffled, prompt_tokens=150)
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("aiter", "HND"), ("flash", "NHD")])
@@ -154,4 +150,4 @@ def test_one_head_does_not_tell_the_layout(lab: Lab, family: str, layout: str) -
     decode = replace(prefill, block_tokens=16, tp_size=4)
     case = Case(f"{family}, called {layout}", prefill, decode, prompt_tokens=150)
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
+    lab.on_d(case).must_be("identical")

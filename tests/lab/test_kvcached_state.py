@@ -39,18 +39,29 @@ def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
 
 
 @pytest.mark.parametrize(
-    ("p", "d"),
+    ("p", "p_tokens", "d", "d_tokens"),
     [
-        ("contiguous", "contiguous"),
-        ("split-half", "split-half"),
-        ("split-half", ""),
-        ("", "split-half"),
+        ("contiguous", 32, "contiguous", 32),
+        ("split-half", 32, "split-half", 32),
+        ("split-half", 32, "", 32),
+        ("", 32, "split-half", 32),
+        ("contiguous", 32, "", 32),
+        ("", 32, "contiguous", 32),
+        ("split-half", 32, "contiguous", 32),
+        ("contiguous", 64, "contiguous", 32),
+        ("contiguous", 32, "", 64),
+        ("", 32, "contiguous", 64),
+        ("", 64, "", 32),
+        ("", 32, "", 64),
     ],
 )
-def test_state_moves_with_attention(lab: Lab, p: str, d: str) -> None:
-    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS)).must_be("identical")
+def test_state_moves_with_attention(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
+    """A state has the page of a block, whose bytes go by its tokens: its own bytes move."""
+    case = Case("state", _spec(p, p_tokens), _spec(d, d_tokens), _PROMPT_TOKENS)
+
+    report = lab.run(case).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
-    if p == "contiguous":
+    if p == d == "contiguous" and p_tokens == d_tokens:
         assert report.registrations == 1
         assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
 
@@ -69,12 +80,17 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     assert report.outcome == "identical", report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("p", "tokens", "d"),
+    [*((layout, 32, layout) for layout in LAYOUTS), ("contiguous", 64, ""), ("", 64, "contiguous")],
+)
 @pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
-def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
-    spec = _spec(layout)
+def test_a_spoilt_pool_is_noticed(
+    lab: Lab, p: str, tokens: int, d: str, sabotage: Sabotage
+) -> None:
+    case = Case("state", _spec(p, tokens), _spec(d), _PROMPT_TOKENS)
 
-    lab.run(Case("state", spec, spec, _PROMPT_TOKENS), sabotage=sabotage).must_be("corrupt")
+    lab.run(case, sabotage=sabotage).must_be("corrupt")
 
 
 def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
@@ -86,66 +102,34 @@ def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
     assert report.descriptors == stock.descriptors
 
 
-@pytest.mark.parametrize(
-    ("p", "p_tokens", "d", "d_tokens"),
-    [
-        ("contiguous", 32, "", 32),
-        ("", 32, "contiguous", 32),
-        ("split-half", 32, "contiguous", 32),
-        ("contiguous", 64, "contiguous", 32),
-        ("contiguous", 32, "", 64),
-        ("", 32, "contiguous", 64),
-        ("", 64, "", 32),
-        ("", 32, "", 64),
-    ],
-)
-def test_unlike_pools(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
-    """A state has the page of a block, whose bytes go by its tokens: its own bytes move."""
-    case = Case("unlike", _spec(p, p_tokens), _spec(d, d_tokens), _PROMPT_TOKENS)
-
-    report = lab.run(case).must_be("identical")
-    assert report.moved_tokens >= _PROMPT_TOKENS - 1
-
-
-@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
-@pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
-def test_a_spoilt_unlike_pool_is_noticed(lab: Lab, p: str, d: str, sabotage: Sabotage) -> None:
-    case = Case("unlike", _spec(p, 64), _spec(d), _PROMPT_TOKENS)
-
-    lab.run(case, sabotage=sabotage).must_be("corrupt")
-
-
 def _cut(block_tokens: int) -> EngineSpec:
     """Into kernel blocks of 64 tokens."""
     parts = block_tokens // 64
     return replace(_spec("", block_tokens), family="flashinfer", device="cuda", parts=parts)
 
 
-@pytest.mark.parametrize("prompt", [100, _PROMPT_TOKENS])
-def test_blocks_that_both_backends_cut_otherwise(lab: Lab, prompt: int) -> None:
-    """A page of states is two of D's kernel blocks and three of P's."""
-    report = lab.run(Case("cut", _cut(192), _cut(128), prompt)).must_be("identical")
+def _finely_cut(block_tokens: int) -> EngineSpec:
+    """Into kernel blocks of 16."""
+    return replace(_cut(block_tokens), parts=block_tokens // 16, state_tokens=640)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "prompt"),
+    [
+        # A page of states is two of D's kernel blocks and three of P's.
+        (_cut(192), _cut(128), 100),
+        (_cut(192), _cut(128), _PROMPT_TOKENS),
+        (_cut(128), _cut(64), _PROMPT_TOKENS),
+        (_cut(128), _cut(128), _PROMPT_TOKENS),
+        # 35 kernel blocks to one side's blocks and 33 to the other's: a prompt ends in the first.
+        (_finely_cut(560), _finely_cut(528), 450),
+        (_finely_cut(528), _finely_cut(560), 450),
+    ],
+    ids=lambda one: str(getattr(one, "block_tokens", one)),
+)
+def test_blocks_that_both_backends_cut(lab: Lab, p: EngineSpec, d: EngineSpec, prompt: int) -> None:
+    report = lab.run(Case("cut", p, d, prompt)).must_be("identical")
     assert report.moved_tokens >= prompt - 1
-
-
-@pytest.mark.parametrize(("p", "d"), [(560, 528), (528, 560)])
-def test_blocks_that_both_backends_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
-    """35 kernel blocks to one side's blocks and 33 to the other's: a prompt ends in the first."""
-    prefill, decode = (
-        replace(_cut(tokens), parts=tokens // 16, state_tokens=640) for tokens in (p, d)
-    )
-
-    report = lab.run(Case("cut into 16", prefill, decode, 450)).must_be("identical")
-    assert report.moved_tokens >= 449
-
-
-def test_a_peer_that_is_cut_into_blocks_of_ours(lab: Lab) -> None:
-    lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS)).must_be("identical")
-
-
-def test_a_peer_that_is_cut_alike(lab: Lab) -> None:
-    report = lab.run(Case("like", _cut(128), _cut(128), _PROMPT_TOKENS)).must_be("identical")
-    assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
 @pytest.mark.parametrize("p", ["", "contiguous"])

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import moves_full_blocks_only
@@ -45,16 +43,14 @@ _CASES = {
 def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
     case = _CASES[name]
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
-        "identical", moved=tokens_to_move(case, lab.release)
-    )
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_spoilt_heads_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
     case = _CASES["one block size"]
 
-    lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage).must_be("corrupt")
+    lab.on_d(case, sabotage=sabotage).must_be("corrupt")
 
 
 def test_stock_does_not_read_them(lab: Lab) -> None:
@@ -65,9 +61,7 @@ def test_stock_does_not_read_them(lab: Lab) -> None:
 def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
     case = _case(3, 2, heads=6)
 
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be(
-        "refused", "that is a multiple of the decode side's"
-    )
+    lab.on_d(case).must_be("refused", "that is a multiple of the decode side's")
 
 
 # -- what becomes of requests --------------------------------------------------

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
@@ -37,7 +35,7 @@ def _case(
 
 
 def _run(lab: Lab, case: Case, **settings: Sabotage) -> Report:
-    return lab.run(case.patched(*SLUGS, prefill=False), **settings)
+    return lab.on_d(case, **settings)
 
 
 @pytest.mark.parametrize(("p_layout", "d_layout"), PAIRS)

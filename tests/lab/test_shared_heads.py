@@ -41,7 +41,7 @@ _CASES = (
 
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
 def test_it_is_identical(lab: Lab, case: Case) -> None:
-    lab.run(case.patched(*SLUGS, prefill=False)).must_be("identical")
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
@@ -61,7 +61,7 @@ def test_what_stock_reads_stays_with_it(lab: Lab, case: Case, since: str) -> Non
         pytest.skip("this release refuses it")
 
     stock = lab.run(case)
-    patched = lab.run(case.patched(*SLUGS, prefill=False))
+    patched = lab.on_d(case)
 
     assert stock.outcome == "identical", stock
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)

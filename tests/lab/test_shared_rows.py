@@ -50,7 +50,7 @@ def _sides(case: Case) -> tuple[EngineSpec, EngineSpec]:
 
 
 def _ours(lab: Lab, case: Case, sabotage: Sabotage | StateSabotage | None = None) -> Report:
-    return lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+    return lab.on_d(case, sabotage=sabotage)
 
 
 def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:

@@ -62,7 +62,7 @@ def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
 
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
 def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int) -> None:
-    report = lab.run(pair(lab.release, p, d).patched(*SLUGS, prefill=False), declares=False)
+    report = lab.on_d(pair(lab.release, p, d), declares=False)
 
     if moves_full_blocks_only(lab.release) and p > d:  # too few of D's: D computes the prompt
         assert (report.outcome, report.moved_tokens) == ("failed", 0), report
@@ -120,7 +120,7 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
     tokens = 32 if moves_full_blocks_only(lab.release) else 16
     case = replace(case, prompt_tokens=tokens)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
+    report = lab.on_d(case, declares=False)
 
     # 0.10.0 names whole blocks alone: D computes what it cannot load.
     expected = "identical" if moves_full_blocks_only(lab.release) else "corrupt"
@@ -153,7 +153,7 @@ def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: L
     case = pair(lab.release, 16, 16)
     case = replace(case, decode=replace(case.decode, layout="NHD"))
 
-    lab.run(case.patched(*SLUGS, prefill=False), declares=False).must_be("refused", PEER_LAYOUT)
+    lab.on_d(case, declares=False).must_be("refused", PEER_LAYOUT)
 
 
 @pytest.mark.on(states_layout=False)
