@@ -21,7 +21,6 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from kvpatch.patches import SLUGS
 from tests.releases import cache, kvcached
 
 from .ancestor import LOG, Ancestor
@@ -215,7 +214,7 @@ class Lab:
         declares: bool = True,
     ) -> Report:
         """Plays a case with kvpatch on D alone, all of it."""
-        return self.run(case.patched(*SLUGS, prefill=False), sabotage, declares=declares)
+        return self.run(case.patched(prefill=False), sabotage, declares=declares)
 
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""

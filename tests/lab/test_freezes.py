@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import is_full
@@ -61,7 +59,7 @@ def transports(request: pytest.FixtureRequest) -> str:
 def pair(lab: Lab, request: pytest.FixtureRequest, transports: str) -> Iterator[Pair]:
     kind, _, digest = request.param.replace(",", "").split()
     settings = (*SPEC.settings, ("KVPATCH_DIGEST", digest))
-    spec = replace(SPEC, patched=True, patches=SLUGS, settings=settings)
+    spec = replace(SPEC, patched=True, settings=settings)
     unlike = replace(spec, block_tokens=32, settings=(*settings, *_POOL))
     with Stage(lab, transports) as stage:
         prefill, decode = stage.start(spec), stage.start(spec if kind == "like" else unlike)

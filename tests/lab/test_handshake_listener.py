@@ -8,8 +8,6 @@ import msgspec
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .host import Lab
 from .side_channel import GET, ask, ask_patiently, question
 from .stage import Stage
@@ -19,7 +17,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 
 def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:
-    prefill = stage.start(replace(SPEC, patched=True, patches=SLUGS))
+    prefill = stage.start(replace(SPEC, patched=True))
     good = question(lab.release, 0)
     odd = [
         (b"one frame",),
@@ -43,7 +41,7 @@ def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:
 
 @pytest.mark.on(since="0.11.1")  # else: each rank answers for itself
 def test_a_rank_that_there_is_not_is_answered_with_nothing(stage: Stage, lab: Lab) -> None:
-    prefill = stage.start(replace(SPEC, patched=True, patches=SLUGS))
+    prefill = stage.start(replace(SPEC, patched=True))
 
     answer = ask_patiently(prefill.port, b"", question(lab.release, 1))
 

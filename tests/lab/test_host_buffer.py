@@ -15,7 +15,6 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import PEER_BLOCK_SIZE, STORAGELESS, Case, EngineSpec
 from .engine_api import Ask, Prompt
@@ -48,7 +47,7 @@ def buffered(blocks: int | None = None, **more: object) -> EngineSpec:
     """An engine with a host buffer, of so many blocks beside the null block."""
     size = () if blocks is None else (("KVPATCH_HOST_BUFFER_BYTES", _bytes(blocks)),)
     return EngineSpec(
-        **{**vars(SPEC), "patched": True, "patches": SLUGS, "settings": ALWAYS + size, **more}  # type: ignore[arg-type]
+        **{**vars(SPEC), "patched": True, "settings": ALWAYS + size, **more}  # type: ignore[arg-type]
     )
 
 
@@ -165,7 +164,7 @@ def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
     strange = replace(SPEC, device="npu", own_scheduler=True)
     stock = case("a device of its own", (strange, replace(strange, own_scheduler=False)))
 
-    report = lab.run(stock.patched(*SLUGS)).must_be("identical")
+    report = lab.run(stock.patched()).must_be("identical")
     report = lab.run(stock).must_be("refused")
     # 0.10.0 asks nobody, and NIXL cannot have what it calls VRAM.
     assert moves_full_blocks_only(lab.release) or "npu" in report.detail, report

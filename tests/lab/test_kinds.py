@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .releases import has_named_layouts, states_block_size
@@ -70,7 +68,7 @@ def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) 
 @pytest.mark.on(since="0.11")
 @pytest.mark.parametrize("side", ["P", "D", "both"])
 def test_indexers_behind_a_host_buffer(lab: Lab, side: str) -> None:
-    on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
+    on = {"patched": True, "settings": ALWAYS}
     p, d = ({} if side == "D" else {**on, "own_scheduler": True}, {} if side == "P" else on)
 
     lab.run(_indexed(p, d)).must_be("identical")
@@ -127,7 +125,7 @@ def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
 
 def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> None:
     """The last block of a prompt is not full: none of it is left out, nor zeroed."""
-    on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
+    on = {"patched": True, "settings": ALWAYS}
     case = Case("shuffled keys, host buffer", shuffled, replace(shuffled, **on), prompt_tokens=150)
 
     lab.run(case).must_be("identical")

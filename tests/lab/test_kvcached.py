@@ -83,7 +83,7 @@ def test_beside_a_plain_cache_of_other_blocks(
             block_tokens=tokens,
             layout="NHD" if engine.is_kvcacheds else "HND",
             patched=engine is beside.decode or engine.is_kvcacheds,
-            patches=SLUGS if engine is beside.decode or engine.is_kvcacheds else (),
+            patches=(),
         )
         for engine, tokens in zip((beside.prefill, beside.decode), sizes, strict=True)
     )
@@ -110,7 +110,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
 @pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
 def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) -> None:
     """Packed tensors alone can be HND; <= 0.25 kvcached's are NHD, whatever is asked."""
-    rows = replace(spec("flash", LAYOUTS[layout]), patched=True, patches=SLUGS)
+    rows = replace(spec("flash", LAYOUTS[layout]), patched=True)
     prefill = replace(rows, layout="HND", block_tokens=p)
     decode = replace(rows, layout="NHD", block_tokens=d)
 
@@ -127,7 +127,7 @@ def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) ->
 
 
 def _on(engine: EngineSpec) -> EngineSpec:
-    return replace(engine, patched=True, patches=SLUGS)
+    return replace(engine, patched=True)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .kvcached_cells import LAYOUTS
@@ -25,7 +23,7 @@ _PROMPT_TOKENS = 300
 
 
 def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSpec:
-    found = replace(engine_of(model, block_tokens), layout="NHD", patched=True, patches=SLUGS)
+    found = replace(engine_of(model, block_tokens), layout="NHD", patched=True)
     if not layout:
         return found
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=2 * found.planned_blocks)

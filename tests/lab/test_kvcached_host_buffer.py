@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .caches import UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Sabotage
 from .engine_api import Ask
@@ -37,7 +35,7 @@ def _engine(family: Family, layout: str, **more: object) -> EngineSpec:
     """An engine over kvcached's memory, or with a plain cache."""
     found = spec(family, LAYOUTS[layout]) if layout else EngineSpec(family, "NHD", layers=3)
     sizes = {"planned_blocks": 40, "tensor_blocks": 64 if layout else None}
-    return replace(found, patched=True, patches=SLUGS, **{**sizes, **more})  # type: ignore[arg-type]
+    return replace(found, patched=True, **{**sizes, **more})  # type: ignore[arg-type]
 
 
 def _buffered(engine: EngineSpec, *, as_p: bool = False) -> EngineSpec:

@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
@@ -33,7 +31,6 @@ def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
         head_dim=16,
         has_state=True,
         patched=True,
-        patches=SLUGS,
     )
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=96) if layout else found
 

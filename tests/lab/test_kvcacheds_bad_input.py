@@ -11,8 +11,6 @@ from typing import Literal
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .caches import ODD_LAYER, UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
 from .host import Lab
@@ -27,7 +25,7 @@ Layout = Literal["contiguous", "split-half"]
 
 def _spec(layout: str, *settings: tuple[str, str]) -> EngineSpec:
     found = spec("flash", LAYOUTS[layout])
-    return replace(found, patched=True, patches=SLUGS, settings=settings)
+    return replace(found, patched=True, settings=settings)
 
 
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:

@@ -29,8 +29,7 @@ Order = Literal["before", "after"]
 def _spec(spec: EngineSpec, order: Order, *, patched: bool) -> EngineSpec:
     layout = "true" if spec.allocation == "contiguous" else "false"
     settings = ((KVCACHEDS_OWN, order), ("KVCACHED_CONTIGUOUS_LAYOUT", layout))
-    patches = SLUGS if patched else ()
-    return replace(spec, settings=settings, patched=patched, patches=patches)
+    return replace(spec, settings=settings, patched=patched)
 
 
 def _case(spec: EngineSpec, order: Order, *, patched: bool = True) -> Case:

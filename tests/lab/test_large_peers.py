@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .stage import Stage
@@ -23,7 +21,7 @@ _A_BLOCK_OF_EACH = 2 * _LAYERS
 
 def _case(prefill: EngineSpec, lab: Lab) -> Case:
     rows = replace(prefill, patched=prefill.is_kvcacheds, patches=())
-    return Case("large", rows, replace(_D, patched=True, patches=SLUGS), prompt_tokens=150)
+    return Case("large", rows, replace(_D, patched=True), prompt_tokens=150)
 
 
 def test_rows_of_all_layers_are_shown_as_one_block_of_each(lab: Lab) -> None:

@@ -12,7 +12,6 @@ from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import DIGEST as FIELD
-from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
@@ -38,7 +37,7 @@ _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 def spec(how: str = "all", **more: object) -> EngineSpec:
     settings = (*SPEC.settings, ("KVPATCH_DIGEST", how))
-    more = {"settings": settings, "patched": True, "patches": SLUGS, **more}
+    more = {"settings": settings, "patched": True, **more}
     return replace(SPEC, **more)  # type: ignore[arg-type]
 
 
@@ -57,7 +56,6 @@ WHOLE = replace(
     EngineSpec(kinds=("", "indexer keys"), block_tokens=128, planned_blocks=20),
     settings=(("KVPATCH_DIGEST", "all"),),
     patched=True,
-    patches=SLUGS,
 )
 
 
@@ -412,7 +410,6 @@ _STATES = replace(
     ),
     settings=(("KVPATCH_DIGEST", "all"),),
     patched=True,
-    patches=SLUGS,
 )
 
 

@@ -12,7 +12,6 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import MIRRORED, Case, EngineSpec
 from .host import Lab
@@ -39,11 +38,11 @@ WIDE, RANKS = replace(SPEC, block_tokens=64), replace(SPEC, tp_size=2)
 NHD = replace(SPEC, layout="NHD")
 MLA, FLASHINFER = replace(SPEC, family="mla", head_dim=64), replace(SPEC, family="flashinfer")
 #: kvpatch's own buffer, whose bytes are what it states.
-POOL = replace(SPEC, patched=True, patches=SLUGS, settings=(("KVPATCH_HOST_BUFFER", "always"),))
+POOL = replace(SPEC, patched=True, settings=(("KVPATCH_HOST_BUFFER", "always"),))
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return spec if spec.patched else replace(spec, patched=True, patches=SLUGS)
+    return spec if spec.patched else replace(spec, patched=True)
 
 
 def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 from kvpatch.peer.accepted_peers import ALIKE
 
 from .case import Case, EngineSpec, Report
@@ -70,7 +69,7 @@ def pair(p: EngineSpec = SPEC, d: EngineSpec = SPEC, accept: str = "", **disguis
     accepted = (("KVPATCH_ACCEPT", accept),) if accept else ()
     decode = replace(d, planned_blocks=24, settings=(*d.settings, *accepted))
     case = Case("disguised", prefill, decode, prompt_tokens=TOKENS)
-    return case.patched(*SLUGS, prefill=False)
+    return case.patched(prefill=False)
 
 
 def assert_refused(report: Report, *sentences: str) -> None:

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .namespaces import Line, NoNamespaces, line
@@ -45,7 +43,7 @@ def test_a_line_that_is_slow_and_loses_packets(lab: Lab, transfer: str) -> None:
     d = EngineSpec(block_tokens=64, settings=forced)
     with _line_or_skip(delay_seconds=0.02, loss=0.01) as made:
         case = Case("far away", _at(made, 0, p), _at(made, 1, d), prompt_tokens=300, n_requests=4)
-        case = case.patched(*SLUGS, prefill=False)
+        case = case.patched(prefill=False)
 
         report = lab.run(case)
         spoilt = lab.run(case, sabotage="shift_block")

@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .test_cache_groups import engine_of
@@ -45,7 +43,7 @@ def _spec(shape: str, layout: str, block_tokens: int = 32) -> EngineSpec:
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, patched=True, patches=SLUGS)
+    return replace(spec, patched=True)
 
 
 def _run(lab: Lab, p: EngineSpec, d: EngineSpec, sabotage: Sabotage | None = None) -> Report:

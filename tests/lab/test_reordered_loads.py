@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import EngineSpec
 from .host import Lab
 from .releases import registers_cpu_caches
@@ -29,7 +27,7 @@ DIGESTS = (("KVPATCH_DIGEST", "all"),)
 
 
 def spec(**more: object) -> EngineSpec:
-    more = {"settings": (*SPEC.settings, *DIGESTS), "patched": True, "patches": SLUGS, **more}
+    more = {"settings": (*SPEC.settings, *DIGESTS), "patched": True, **more}
     return replace(SPEC, **more)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,6 @@ from packaging.version import Version
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD_OF_HOLD
 from kvpatch.load.stated_prompt import FIELD
-from kvpatch.patches import SLUGS
 
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, EngineSpec
 from .engine_api import Ask, Prompt, Served
@@ -97,10 +96,7 @@ class Pair:
 def _pair(stage: Stage, prefill: EngineSpec, decode: EngineSpec) -> Pair:
     said = ((PEER_BLOCK_SIZE, str(prefill.block_tokens)), (PEER_LAYOUT, prefill.layout))
     decode = replace(decode, settings=(*decode.settings, *said))
-    actors = [
-        stage.start(replace(spec, patches=SLUGS if spec.patched else ()))
-        for spec in (prefill, decode)
-    ]
+    actors = [stage.start(spec) for spec in (prefill, decode)]
     pair = Pair(stage, *actors)
     ask = pair.prefilled(stage.prompt(_TOKENS))
     assert pair.decoded(stage.prompt(_TOKENS), "").status == _FINISHED

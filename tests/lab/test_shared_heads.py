@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 
@@ -46,7 +44,7 @@ def test_it_is_identical(lab: Lab, case: Case) -> None:
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_wrong_bytes_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    case = _CASES[3].patched(*SLUGS, prefill=False)
+    case = _CASES[3].patched(prefill=False)
 
     assert lab.run(case, sabotage=sabotage).outcome == "corrupt"
 

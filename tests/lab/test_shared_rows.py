@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
 from .states import StateSabotage
@@ -192,7 +190,7 @@ def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -
     p, d = (replace(s, ring_tokens=n) for s, n in zip(_sides(case), slots, strict=True))
     case = replace(case, prefill=p, decode=d)
 
-    report = lab.run(case.patched(*SLUGS, prefill=says))
+    report = lab.run(case.patched(prefill=says))
 
     seen = "corrupt" if slots[0] < slots[1] else "identical"
     assert lab.run(case.stock()).outcome == seen
@@ -203,4 +201,4 @@ def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -
     else:
         assert report.outcome == seen, "docs/reference/limits.md"
     like = replace(case, prefill=d)
-    assert lab.run(like.patched(*SLUGS)).outcome == "identical"
+    assert lab.run(like.patched()).outcome == "identical"

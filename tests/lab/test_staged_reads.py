@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .engine_api import Ask, Prompt, Seen
 from .host import Lab
@@ -48,7 +46,7 @@ _CASES = {case.name: case for case in list(cases(_DIMENSIONS, SEED))[:5]}
 
 def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
     """The case with kvpatch on D alone, with its variables set so."""
-    patched = case.patched(*SLUGS, prefill=False)
+    patched = case.patched(prefill=False)
     settings = (*case.decode.settings, *settings)
     return replace(patched, decode=replace(patched.decode, settings=settings))
 

@@ -15,7 +15,6 @@ from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
-from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
@@ -41,7 +40,7 @@ def states_holds(release: str) -> bool:
 def prefill(stage: Stage, spec: EngineSpec, *, patched: bool) -> Actor:
     """A P that soon lets go of what nobody reads."""
     settings = (*spec.settings, (_TIMEOUT, str(_LEASE_SECONDS)))
-    spec = replace(spec, settings=settings, patched=patched, patches=SLUGS if patched else ())
+    spec = replace(spec, settings=settings, patched=patched)
     return stage.start(spec, _EXTRA)
 
 
@@ -129,7 +128,7 @@ def test_a_like_load_that_was_long_on_its_way_asks_before_it_is_read(
     stage: Stage, lab: Lab
 ) -> None:
     """And is identical: P's lease is a long one."""
-    like = stage.prefill(replace(SPEC, patched=True, patches=SLUGS))
+    like = stage.prefill(replace(SPEC, patched=True))
     decode = stage.decode(SPEC)
     introduce(decode, stage.prompts(1, TOKENS), like)
     prompts = stage.prompts(2, TOKENS)

@@ -16,7 +16,6 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
@@ -52,7 +51,7 @@ def _case(lab: Lab, ranks: tuple[int, int], kind: str, sizes: tuple[int, int] = 
 
 
 def _ours(case: Case) -> Case:
-    return case.patched(*SLUGS, prefill=False)
+    return case.patched(prefill=False)
 
 
 def _expect_identical(lab: Lab, case: Case) -> Report:
@@ -74,7 +73,6 @@ def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
         device=device,
         schedules_ahead=True,
         patched=True,
-        patches=SLUGS,
     )
 
     report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))

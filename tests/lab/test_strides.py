@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .host import Lab
 
@@ -18,7 +16,7 @@ _OWN = ("pool", "padded", "uneven")
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, patched=True, patches=SLUGS)
+    return replace(spec, patched=True)
 
 
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
 from .host import Lab
@@ -44,7 +43,7 @@ def pair(
     lab: Lab, p: EngineSpec, d: EngineSpec, keys: str | None, *, p_has_kvpatch: bool = False
 ) -> Case:
     case = declaring(Case("tiles", p, d, prompt_tokens=TOKENS), keys)
-    return case.patched(*SLUGS, prefill=p_has_kvpatch)
+    return case.patched(prefill=p_has_kvpatch)
 
 
 def assert_identical(report: Report) -> None:
@@ -92,7 +91,7 @@ def test_like_processors_say_so(lab: Lab, amx: bool) -> None:
 def test_a_like_pair_is_stocks(lab: Lab) -> None:
     """With kvpatch on D, on both, and on none, but where vLLM itself ends by such a pair."""
     case = Case("like", cpu(32, amx=True), cpu(32, amx=True), prompt_tokens=TOKENS)
-    for one in (case.patched(*SLUGS, prefill=False), case.patched(*SLUGS)):
+    for one in (case.patched(prefill=False), case.patched()):
         assert_identical(lab.run(one))
 
     stock = lab.run(case.stock())
@@ -151,7 +150,7 @@ def test_into_rows(lab: Lab, tokens: tuple[int, int], amx: bool, p_has_kvpatch: 
     keys = None if p_has_kvpatch else TILES if amx else COLUMNS
     case = declaring(disguised(cpu(p_tokens, amx=amx), _rows(d_tokens), BACKEND), keys)
     if p_has_kvpatch:
-        case = case.patched(*SLUGS)
+        case = case.patched()
 
     report = lab.run(case)
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, Case, EngineSpec
 from .host import Lab
 from .releases import (
@@ -48,7 +46,7 @@ def pair(release: str, p: int, d: int, **of_p: object) -> Case:
 def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
     case = pair(lab.release, p, d)
 
-    lab.run(case.patched(*SLUGS, prefill=says == "P states it")).must_be(
+    lab.run(case.patched(prefill=says == "P states it")).must_be(
         "identical", moved=tokens_to_move(case, lab.release)
     )
 
@@ -57,7 +55,7 @@ def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
 def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
     case = pair(lab.release, 128, 64)
 
-    lab.run(case.patched(*SLUGS, prefill=prefill), sabotage="shift_block").must_be("corrupt")
+    lab.run(case.patched(prefill=prefill), sabotage="shift_block").must_be("corrupt")
 
 
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
@@ -93,7 +91,7 @@ def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(
     stage: Stage, lab: Lab, says: str
 ) -> None:
     own = spec(lab.release, 64)
-    case = Case("like", own, own, 300).patched(*SLUGS, prefill=says == "P states it")
+    case = Case("like", own, own, 300).patched(prefill=says == "P states it")
     case = declaring(case, lab.release)
     p, d = stage.start(case.prefill), stage.start(case.decode)
     prompt = stage.prompt(256)
@@ -104,7 +102,7 @@ def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(
 
 
 def test_a_wrong_declaration_is_refused_where_p_states_otherwise(lab: Lab) -> None:
-    case = pair(lab.release, 128, 64).patched(*SLUGS)
+    case = pair(lab.release, 128, 64).patched()
     said = replace(case.decode, settings=((PEER_BLOCK_SIZE, "64"),))
 
     lab.run(replace(case, decode=said)).must_be(
@@ -126,7 +124,7 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
     expected = "identical" if moves_full_blocks_only(lab.release) else "corrupt"
     assert report.outcome == expected, report
     assert bool(report.moved_tokens) is (expected == "corrupt")
-    report = lab.run(case.patched(*SLUGS))
+    report = lab.run(case.patched())
     expected = "identical" if states_block_size(lab.release) else "refused"
     assert report.outcome == expected, report
 
@@ -143,7 +141,7 @@ def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) 
     decode = replace(case.decode, layout=layouts[1])
     case = replace(case, decode=decode, prompt_tokens=4 * p * d // 16)
 
-    lab.run(case.patched(*SLUGS, prefill=says == "P states it")).must_be(
+    lab.run(case.patched(prefill=says == "P states it")).must_be(
         "identical", moved=case.prompt_tokens
     )
 
@@ -164,7 +162,7 @@ def test_with_the_releases_own_scheduler(
 ) -> None:
     """D loads the whole blocks that P names, and computes the rest."""
     own = {"own_scheduler": True, "step_tokens": step_tokens}
-    prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True, patches=SLUGS))
+    prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True))
     decode = stage.decode(spec(lab.release, d, **own))
     for tokens in (190, 192):
         prompt = stage.prompt(tokens)
