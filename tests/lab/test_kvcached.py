@@ -83,7 +83,6 @@ def test_beside_a_plain_cache_of_other_blocks(
             block_tokens=tokens,
             layout="NHD" if engine.is_kvcacheds else "HND",
             patched=engine is beside.decode or engine.is_kvcacheds,
-            patches=(),
         )
         for engine, tokens in zip((beside.prefill, beside.decode), sizes, strict=True)
     )
@@ -139,7 +138,7 @@ def test_a_stock_d_refuses_rows(lab: Lab, family: Family, layout: str, layers: i
     found = case(family, "contiguous", "P", by_kvpatch=True)
     p, d = (replace(one, layers=layers, layout=layout) for one in (found.prefill, found.decode))
 
-    report = lab.run(Case("rows", p, replace(d, patched=False, patches=()), prompt_tokens=107))
+    report = lab.run(Case("rows", p, replace(d, patched=False), prompt_tokens=107))
 
     # On releases <= 0.21 an engine ends over a handshake that failed.
     allowed = ("refused", "failed") if layers > 1 else ("refused", "failed", "identical")

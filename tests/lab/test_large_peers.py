@@ -20,7 +20,7 @@ _A_BLOCK_OF_EACH = 2 * _LAYERS
 
 
 def _case(prefill: EngineSpec, lab: Lab) -> Case:
-    rows = replace(prefill, patched=prefill.is_kvcacheds, patches=())
+    rows = replace(prefill, patched=prefill.is_kvcacheds)
     return Case("large", rows, replace(_D, patched=True), prompt_tokens=150)
 
 

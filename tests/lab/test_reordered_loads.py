@@ -113,7 +113,7 @@ def test_what_is_reordered_is_not_checked_and_all_else_is(scene: Scene) -> None:
 @pytest.mark.on(ends_by_reordering=False)
 def test_stock_reorders_its_like_once_it_has_met_another(stage: Stage) -> None:
     """The negative control: it is what goes wrong without kvpatch, and it is seen."""
-    scene = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
+    scene = play(stage, replace(CPU, patched=False, settings=SPEC.settings))
     assert scene.load(scene.like)[0] == 0
     assert scene.load(scene.rows)[0] == 0
     wrong, total = scene.load(scene.like)
@@ -130,5 +130,5 @@ def test_rows_that_would_end_d_are_refused(lab: Lab) -> None:
         assert scene.decode.watch(prompt).failed == names([prompt])
         assert scene.load(scene.like)[0] == 0
     with Stage(lab) as stage, pytest.raises(Raised, match="out of DATA bounds"):
-        stock = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
+        stock = play(stage, replace(CPU, patched=False, settings=SPEC.settings))
         stock.load(stock.rows)
