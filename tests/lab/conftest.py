@@ -112,6 +112,7 @@ def _has_chosen(node: pytest.Item) -> bool:
     marks = [
         mark.name
         for parameters in node.iter_markers("parametrize")
+        if isinstance(parameters.args[1], list)  # which alone has marks, and can be read twice
         for value in parameters.args[1]
         for mark in getattr(value, "marks", ())
     ]

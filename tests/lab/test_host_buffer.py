@@ -93,54 +93,48 @@ def case(name: str, pair: tuple[EngineSpec, EngineSpec], **more: object) -> Case
     return Case(name, *pair, **{"prompt_tokens": TOKENS, "n_requests": 3, **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", on_every_release(PAIRS, ["both"]))
+def _of_shape(family: str, layout: str, head_dim: int) -> tuple[EngineSpec, EngineSpec]:
+    sizes = {"family": family, "head_dim": head_dim, "dtype": "bfloat16", "layout": layout}
+    return prefilling(**sizes), buffered(**sizes)
+
+
+def _alike() -> Iterator[Case]:
+    """Pairs whose handshakes every release understands."""
+    yield from (case(name, pair) for name, pair in PAIRS.items())
+    for prompt in (1, 31, 32, 33, 128):
+        yield case(f"both, {prompt} tokens", PAIRS["both"], prompt_tokens=prompt)
+    for side in ("P", "D", "both"):
+        yield case(f"{side}, behind a hit", PAIRS[side], prefix_hit_tokens=2 * BLOCK_TOKENS)
+    yield case("latents", _of_shape("mla", "NHD", 64))
+    yield case("FlashInfer", _of_shape("flashinfer", "HND", 16))
+    yield case("two ranks", (prefilling(tp_size=2), buffered(tp_size=2)))
+
+
+_ALIKE = {one.name: one for one in _alike()}
+
+
+@pytest.mark.parametrize("name", on_every_release(_ALIKE, ["both"]))
 def test_like_pair_is_identical(lab: Lab, name: str) -> None:
-    wanted = case(name, stated(PAIRS[name], lab.release))
+    prefill, decode = stated((_ALIKE[name].prefill, _ALIKE[name].decode), lab.release)
+    wanted = replace(_ALIKE[name], prefill=prefill, decode=decode)
 
     lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
-@pytest.mark.parametrize("prompt", [1, 31, 32, 33, 128])
-def test_prompts_around_a_block(lab: Lab, prompt: int) -> None:
-    wanted = case("both", PAIRS["both"], prompt_tokens=prompt)
-
-    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
-
-
-@pytest.mark.parametrize("side", ["P", "D", "both"])
-def test_a_prefix_that_d_has(lab: Lab, side: str) -> None:
-    wanted = case(side, stated(PAIRS[side], lab.release), prefix_hit_tokens=2 * BLOCK_TOKENS)
-
-    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
+@pytest.mark.on(has=has_tpus)
+def test_a_tpus_shape(lab: Lab) -> None:
+    """Of which HND is stated, and not what is."""
+    lab.run(case("pallas", _of_shape("pallas", "HND", 128))).must_be("identical")
 
 
-@pytest.mark.parametrize("family", ["mla", "flashinfer", "pallas"])
-def test_other_shapes(lab: Lab, family: str) -> None:
-    if family == "pallas" and not has_tpus(lab.release):
-        pytest.skip("this release has no backend of TPUs, or none that imports here")
-    head_dim = {"mla": 64, "flashinfer": 16, "pallas": 128}[family]
-    sizes = {"family": family, "head_dim": head_dim, "dtype": "bfloat16"}
-    layout = "NHD" if family == "mla" else "HND"  # of a TPU what is stated, and not what is
-    pair = prefilling(layout=layout, **sizes), buffered(layout=layout, **sizes)
-
-    lab.run(case(family, pair)).must_be("identical")
-
-
+@pytest.mark.on(loads_whole_blocks_only=False)
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
-    if moves_full_blocks_only(lab.release) or (
-        "to HND" not in name and not states_block_size(lab.release)
-    ):
+    if "to HND" not in name and not states_block_size(lab.release):
         pytest.skip("this release's handshake does not state what sets these apart")
     wanted = case(name, UNLIKE[name])
 
     lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
-
-
-def test_ranks(lab: Lab) -> None:
-    pair = prefilling(tp_size=2), buffered(tp_size=2)
-
-    lab.run(case("two ranks", pair)).must_be("identical")
 
 
 @pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
