@@ -58,7 +58,7 @@ def _of(case: Case, prefill: dict[str, object], decode: dict[str, object]) -> Ca
 
 
 def _identical() -> Iterator[Case]:
-    """Any layout into any; some with other blocks and a hit, ranks, heads, latents, ways to read."""
+    """Any layout into any; some with other blocks and a hit, ranks, heads, ways to read."""
     yield from (_case(*pair) for pair in PAIRS)
     for p, p_tokens, d, d_tokens in (
         ("LHBNC", 32, "BLNHC", 32),
