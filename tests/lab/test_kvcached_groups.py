@@ -57,13 +57,24 @@ def test_two_pools_move_a_block_of_a_groups_layers_as_one_descriptor(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
-def test_split_halves(lab: Lab, model: str, blocks: tuple[int, int]) -> None:
-    p, d = blocks
+@pytest.mark.parametrize(
+    ("p", "p_tokens", "d", "d_tokens"),
+    [
+        ("split-half", 32, "split-half", 32),
+        ("split-half", 64, "split-half", 32),
+        ("contiguous", 32, "contiguous", 64),
+        ("contiguous", 64, "contiguous", 32),
+        # Beside a plain cache.
+        ("contiguous", 32, "", 32),
+        ("contiguous", 64, "", 32),
+        ("", 32, "contiguous", 32),
+        ("", 64, "contiguous", 32),
+    ],
+)
+def test_other_pools(lab: Lab, model: str, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
+    prefill, decode = _spec(model, p_tokens, p), _spec(model, d_tokens, d)
 
-    _run(lab, _spec(model, p, "split-half"), _spec(model, d, "split-half"), hit_blocks=1).must_be(
-        "identical"
-    )
+    _run(lab, prefill, decode, hit_blocks=1).must_be("identical")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -72,23 +83,6 @@ def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> 
     spec = _spec("three groups", 32, layout)
 
     _run(lab, spec, spec, sabotage=sabotage).must_be("corrupt")
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("p", "d"), [(32, 64), (64, 32)])
-def test_of_unlike_blocks(lab: Lab, model: str, p: int, d: int) -> None:
-    _run(lab, _spec(model, p), _spec(model, d), hit_blocks=1).must_be("identical")
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
-@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
-def test_beside_a_plain_cache(
-    lab: Lab, model: str, p: str, d: str, blocks: tuple[int, int]
-) -> None:
-    _run(lab, _spec(model, blocks[0], p), _spec(model, blocks[1], d), hit_blocks=1).must_be(
-        "identical"
-    )
 
 
 def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
