@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from packaging.version import Version
 
+from .progress import Progress
+
 # On a busy machine an example of microseconds may take a second: that is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -38,6 +40,26 @@ def unit_of(nodeid: str, releases: Sequence[str]) -> str:
     if release is None:
         return nodeid
     return nodeid.partition("::")[0] if list(releases) == [release] else release
+
+
+def part_of(nodeid: str) -> str:
+    """What a line of progress calls a test: a release's lab, or the folder that it is in."""
+    release = release_of(nodeid)
+    if release is not None:
+        return f"the lab on {release}"
+    path = nodeid.partition("::")[0]
+    return path if path.startswith("tests/serving/") else path.rpartition("/")[0]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has the process that gives tests to others say how far they are."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+
+        def write(line: str) -> None:
+            terminal = config.pluginmanager.getplugin("terminalreporter")
+            terminal.write_line(f"\n{line}")  # behind a row of dots
+
+        config.pluginmanager.register(Progress(part_of, write))
 
 
 @pytest.hookimpl(optionalhook=True)

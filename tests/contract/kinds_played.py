@@ -15,7 +15,10 @@ PLAYED: Mapping[str, tuple[str, str]] = {
         "test_layer_kinds.py",
         "turboquant",
     ),
-    "the state behind a block's tokens": ("test_kvcached_state.py", "test_unlike_pools"),
+    "the state behind a block's tokens": (
+        "test_kvcached_state.py",
+        "test_state_moves_with_attention",
+    ),
     "a ring of what is not compressed yet": ("test_layer_kinds.py", "qsa"),
     "an indexer's values of all tokens, then their scales": (
         "test_kinds.py",

@@ -101,7 +101,7 @@ def test_every_generation_is_recognised_among_all(release):
     assert str(found) == f"9.9.9 (as {found.facts.release}, by its code)"
 
 
-@pytest.mark.parametrize("release", _ENDS[::-4])
+@pytest.mark.parametrize("release", [_ENDS[0], _ENDS[-1]])
 def test_what_is_cut_out_is_what_the_parser_finds(release):
     """Fingerprints do not depend on where a definition was found."""
     code = _code(release)
@@ -206,8 +206,11 @@ class TestMutations:
         assert refusal(module, original.text(module) + change) == ""
 
 
+_parsed = cache(ast.parse)
+
+
 def _lines(text: str, name: str) -> tuple[list[str], ast.FunctionDef]:
-    found = source._find(ast.parse(text).body, name.split("."))
+    found = source._find(_parsed(text).body, name.split("."))
     assert isinstance(found, ast.FunctionDef)
     return text.splitlines(keepends=True), found
 

@@ -389,3 +389,16 @@ class Report:
     #: Whether P answers handshakes when all is over, where it is of another release than D.
     listens: bool = True
     seconds: float = field(default=0.0, compare=False)
+
+    def must_be(self, outcome: Outcome, *says: str, moved: int | None = None) -> Report:
+        """The same report, of which this is asserted.
+
+        Args:
+            says: words of the detail.
+            moved: the tokens that D was to load.
+        """
+        assert self.outcome == outcome, self
+        for words in says:
+            assert words in self.detail, self
+        assert moved is None or self.moved_tokens == moved, self
+        return self

@@ -1,8 +1,7 @@
 """The cases that every release is put through.
 
 `like_pairs` are what stock serves, and what must stay so with kvpatch on.
-`known_failures` are what stock does not serve somewhere; what each release
-makes of them is a fact to look up (``python -m tests.lab``), not a rule.
+`known_failures` are what stock does not serve somewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import replace
 from .case import Case, EngineSpec
 
 LAYOUTS = ("HND", "NHD")
-_SIX_NAMES = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 def pair(spec: EngineSpec, decode_blocks: int = 24) -> tuple[EngineSpec, EngineSpec]:
@@ -37,36 +35,12 @@ def like_pairs(layout: str) -> list[Case]:
     ]
 
 
-def other_geometries(named_layouts: bool) -> list[Case]:
-    """Like pairs in geometries that not every release can serve."""
-    cases = [
-        Case("MLA", *pair(EngineSpec("mla", head_dim=64)), prompt_tokens=40),
-        Case("FlashInfer HND", *pair(EngineSpec("flashinfer")), prompt_tokens=40),
-        Case("FlashInfer NHD", *pair(EngineSpec("flashinfer", "NHD")), prompt_tokens=40),
-        Case("CPU backend", *pair(EngineSpec("cpu", block_tokens=32)), prompt_tokens=70),
-    ]
-    if named_layouts:
-        cases += [
-            Case(f"layout {name}", *pair(EngineSpec(layout=name)), prompt_tokens=40)
-            for name in _SIX_NAMES
-        ]
-    p, d = pair(EngineSpec())
-    cases += [
-        Case("P TP1, D TP2", p, replace(d, tp_size=2), prompt_tokens=40),
-        Case("P TP2, D TP1", replace(p, tp_size=2), d, prompt_tokens=40),
-    ]
-    return cases
-
-
 def known_failures() -> list[Case]:
     """Pairs that kvpatch exists for."""
     p, d = pair(EngineSpec(), 32)
     nhd_p, nhd_d = pair(EngineSpec(layout="NHD"), 32)
     share_p, share_d = pair(EngineSpec(layers=34, tensors=5, allocation="shared_tensors"))
     half = {"allocation": "split_half"}
-    row = {"allocation": "contiguous"}
-    small = {"block_tokens": 16}
-    large = {"block_tokens": 64, "planned_blocks": 16}
     flashinfer_p, flashinfer_d = pair(EngineSpec("flashinfer", "NHD"))
     return [
         Case("D over-allocated, twice", p, replace(d, tensor_blocks=64)),
@@ -78,18 +52,4 @@ def known_failures() -> list[Case]:
         Case("kvcached split-half NHD", replace(nhd_p, **half), replace(nhd_d, **half)),
         Case("kvcached split-half P, plain D", replace(nhd_p, **half), nhd_d),
         Case("FlashInfer split-half", replace(flashinfer_p, **half), replace(flashinfer_d, **half)),
-        Case("kvcached contiguous NHD", replace(nhd_p, **row), replace(nhd_d, **row)),
-        Case("HND P16 D64", replace(p, **small), replace(d, **large), prompt_tokens=150),
-        Case("HND P64 D16", replace(p, **large), replace(d, **small), prompt_tokens=150),
-        Case("NHD P16 D64", replace(nhd_p, **small), replace(nhd_d, **large), prompt_tokens=150),
-        Case("NHD P64 D16", replace(nhd_p, **large), replace(nhd_d, **small), prompt_tokens=150),
-        Case(
-            "HND P16 D64, 64 cached, 70 left",
-            replace(p, **small),
-            replace(d, **large),
-            prompt_tokens=134,
-            prefix_hit_tokens=64,
-        ),
-        Case("P NHD, D HND", nhd_p, d),
-        Case("P HND, D NHD", p, nhd_d),
     ]

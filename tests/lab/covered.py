@@ -11,12 +11,12 @@ def covered() -> str:
     releases, part = selected(), share()
     if len(releases) == 1:
         return f"{releases[0]} whole"
-    span = f"{len(releases)} releases from {releases[0]} to {releases[-1]}"
     if part is None:
+        span = f"{len(releases)} releases from {releases[0]} to {releases[-1]}"
         return f"all of {span}" if plays_all() else f"all of {', '.join(releases)}"
     return (
-        f"{newest()} whole; of {span} what is marked every_release, and of the rest share {part}. "
-        f"The same again: KVPATCH_TEST_SHARE={part}; all of it: tests/run.sh --full"
+        f"{newest()} whole; of {', '.join(releases)} what is marked every_release, and of the rest "
+        f"share {part}. The same again: KVPATCH_TEST_SHARE={part}; all of it: tests/run.sh --full"
     )
 
 

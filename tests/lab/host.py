@@ -207,6 +207,16 @@ class Lab:
             print(report.detail)
         return replace(report, seconds=time.perf_counter() - started)
 
+    def on_d(
+        self,
+        case: Case,
+        sabotage: Sabotage | StateSabotage | None = None,
+        *,
+        declares: bool = True,
+    ) -> Report:
+        """Plays a case with kvpatch on D alone, all of it."""
+        return self.run(case.patched(prefill=False), sabotage, declares=declares)
+
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""
         kind = (spec.patched, spec.patches, spec.settings)
@@ -275,9 +285,13 @@ class Lab:
         computed = [error for error in decode.call("logged") if _COMPUTED in error]
         if computed:  # P keeps its blocks until their time is over
             return Report("refused", computed[0])
-        untold = self._untold(prefill, decode, [name for name, _ in prompts], answers)
-        held = prefill.call("check", None)
+        prefill.call("told", _SETTLE_SECONDS)
         found = decode.call("check", sabotage)
+        # What is wrong is that, whether P hears that it was read or not.
+        is_wrong = not isinstance(found, Failure) and found[0]
+        names = [name for name, _ in prompts]
+        untold = set() if is_wrong else self._untold(prefill, decode, names, answers)
+        held = prefill.call("check", None)
         counts = decode.call("counts")
         for answer in (held, found, counts):
             if isinstance(answer, Failure):
@@ -298,7 +312,7 @@ class Lab:
             return replace(report, outcome="failed", detail="P's own cache has changed")
         if untold:
             detail = f"P was not told that {len(untold)} requests were read"
-            return replace(report, outcome="corrupt" if wrong else "failed", detail=detail)
+            return replace(report, outcome="failed", detail=detail)
         return report
 
     def _untold(

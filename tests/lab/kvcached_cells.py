@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core.releases import RELEASES
-from kvpatch.patches import SLUGS
 from tests.contract import tables
 from tests.played import Played, now
 from tests.releases import kvcached
@@ -57,7 +56,7 @@ def case(family: Family, layout: str, side: str, *, by_kvpatch: bool) -> Case:
     theirs = replace(spec(family, allocation))
     plain = EngineSpec(family, "NHD", planned_blocks=32, layers=3)
     if by_kvpatch:
-        theirs, on = (replace(s, patched=True, patches=SLUGS) for s in (theirs, plain))
+        theirs, on = (replace(s, patched=True) for s in (theirs, plain))
         pair = {"both": (theirs, theirs), "P": (theirs, on), "D": (plain, theirs)}[side]
     else:
         contiguous = "true" if layout == "contiguous" else "false"

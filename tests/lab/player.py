@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import kvpatch
-from kvpatch.checks.digests.digests import Digests
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
@@ -22,7 +21,6 @@ from kvpatch.transfer import staging_pool
 
 from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
-from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Served, Timed, Told
 from .scheduler import WAITED, Computation, Scheduler, Tracked
@@ -130,16 +128,6 @@ class Player(Engine):
         (tracked,) = (t for t in self.tracked if t.request.request_id == name)
         for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
-
-    def digests(self, name: str, tokens: int) -> list[list[Digests]]:
-        """Each rank's, of a request's first tokens, as kvpatch there knows its cache."""
-        (tracked,) = (t for t in self.tracked if t.request.request_id == name)
-        found = []
-        for worker, caches in zip(self.workers, self.caches, strict=True):
-            reader = _reader_of(release.nixl_of(worker).connector_worker)
-            table, size = tracked.tables[0], self.spec.block_tokens
-            found.append(digests_of(reader.planes, caches.tensors(), table, size, tokens))
-        return found
 
     def make_digests(self, name: str) -> str:
         """Waits until P's ranks have written a request's digests down: ``made``, or ``none``."""

@@ -51,6 +51,11 @@ def plays_all() -> bool:
     return os.environ.get(_VARIABLE) == "all"
 
 
+def is_listed() -> bool:
+    """Whether releases were asked for by name: each then plays all there is."""
+    return os.environ.get(_VARIABLE, "") not in ("", "all")
+
+
 def is_full() -> bool:
     """Whether whole products are played, hours of them, where a selection is otherwise."""
     return os.environ.get(_FULL, "").lower() in ("true", "1")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
-from kvpatch.patches import SLUGS
 from tests.played import Played, now
 from tests.releases.fetch import fetch
 
@@ -76,7 +75,7 @@ def can_ask(pair: Pair) -> bool:
 def with_kvpatch(case: Case) -> Case:
     """The case with kvpatch on D, which accepts other releases alone; P is stock."""
     accepting = replace(case.decode, settings=(*case.decode.settings, _ACCEPTS))
-    return replace(case, decode=accepting).patched(*SLUGS, prefill=False)
+    return replace(case, decode=accepting).patched(prefill=False)
 
 
 def _run(labs: Labs, pair: Pair, case: Case, **more: Any) -> Report:

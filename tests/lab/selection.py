@@ -1,13 +1,14 @@
 """Which of a release's tests a run plays: a share that changes, of all but the newest release.
 
-The lab has some 24,000 tests over 39 releases, hours of them on two cores. The gate plays the
-newest release whole, of each other release the tests marked ``every_release``, and of the rest
-one part of several. Which part a test is in depends on the release too, so that a run
-meets each test on several releases, and as many runs as there are parts meet each test on all.
+The lab takes hours on two cores. The gate plays the newest release whole. Of the newest release of
+each other generation it plays the tests marked ``every_release``, and of the rest one part of
+several. Which part a test is in, with all its parameters, depends on the release too: a run meets
+each test on some releases, and as many runs as there are parts meet it on all.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from allpairspy import AllPairs
+
+from .releases import is_full
 
 _VARIABLE = "KVPATCH_TEST_SHARE"
 
@@ -34,7 +38,7 @@ class Share:
         """Whether this part has a test on a release; each of `releases` is in one part.
 
         Args:
-            test: its name, the same on all releases.
+            test: its name without parameters.
             releases: all that the test is for.
         """
         return (crc32(test.encode()) + releases.index(release)) % self.parts == self.part
@@ -55,9 +59,18 @@ def share() -> Share | None:
     return Share(int(found[1]), int(found[2]))
 
 
-def name_without(release: str, nodeid: str) -> str:
-    """A test's name without the release that it is played on."""
-    return nodeid.replace(release, "", 1)
+def some_of(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every pair of values of any two of three dimensions or more; all there is in full runs."""
+    found = [list(dimension) for dimension in dimensions]
+    rows = itertools.product(*found) if is_full() else AllPairs(found)
+    return [tuple(row) for row in rows]
+
+
+def in_turns(cases: Iterable[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each case with one of the values, by turns; with every one in full runs."""
+    if is_full():
+        return list(itertools.product(cases, values))
+    return [(case, values[turn % len(values)]) for turn, case in enumerate(cases)]
 
 
 def on_every_release(names: Iterable[str], chosen: Collection[str]) -> list[Any]:

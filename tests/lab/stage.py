@@ -13,8 +13,6 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from kvpatch.patches import SLUGS
-
 from .case import EngineSpec
 from .engine_api import Ask, Failure, Left, Prompt, Seen, Served, Start, Timed
 from .host import EXTRA, PORTS, Engine, Lab
@@ -218,7 +216,7 @@ class Stage:
     def decode(self, spec: EngineSpec, *, patched: bool = True) -> Actor:
         """Starts a D, with kvpatch if not told otherwise."""
         if patched:
-            spec = replace(spec, patched=True, patches=SLUGS)
+            spec = replace(spec, patched=True)
         return self._start("decode", spec)
 
     def start(self, spec: EngineSpec, extra: Mapping[str, Any] = MappingProxyType({})) -> Actor:

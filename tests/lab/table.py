@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvpatch.core.releases import RELEASES
-from kvpatch.patches import SLUGS
 from tests.played import Played, now
 from tests.releases.fetch import fetch
 
@@ -91,7 +90,7 @@ def play(release: str) -> list[Cell]:
         for case in all_cases():
             before = case if tells_blocks(release) else case.behind_another()
             stock = lab.run(before.stock())
-            ours = lab.run(case.patched(*SLUGS, prefill=False))
+            ours = lab.run(case.patched(prefill=False))
             if ours.outcome == "identical" and ours.moved_tokens > 2 * case.decode.block_tokens:
                 loaded.append(case)
             found.append(
@@ -115,7 +114,7 @@ def _must_notice(lab: Lab, loaded: Sequence[Case]) -> None:
     """
     case = next(case for case in loaded if case.prompt_tokens > 2 * case.decode.block_tokens)
     for sabotage in get_args(Sabotage):
-        report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+        report = lab.run(case.patched(prefill=False), sabotage=sabotage)
         if report.outcome != "corrupt":
             raise RuntimeError(f"{lab.release}: {sabotage} went unnoticed: {report}")
 

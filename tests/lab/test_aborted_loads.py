@@ -6,7 +6,6 @@ Both schedulers are the release's own. <= 0.15 it hands out blocks that NIXL is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,7 +13,7 @@ from packaging.version import Version
 
 from .engine_api import Ask, Prompt
 from .host import Lab
-from .releases import states_block_size, states_layout
+from .releases import states_layout
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, introduce
 
@@ -91,12 +90,6 @@ def _introduced(stage: Stage, prefill: Actor, decode: Actor, tokens: int) -> Pai
     return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
 
 
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
-
-
 @pytest.mark.every_release
 def test_blocks_are_kept_until_the_read_is_over(stage: Stage) -> None:
     pair = _pair(stage)
@@ -137,9 +130,8 @@ def test_blocks_come_back_when_the_peer_dies(stage: Stage) -> None:
     assert pair.free_now() == pair.free
 
 
-def test_a_load_that_failed_before_its_client_gave_up(stage: Stage, lab: Lab) -> None:
-    if states_block_size(lab.release):
-        pytest.skip("this release fails the request itself")
+@pytest.mark.on(states_block_size=False)
+def test_a_load_that_failed_before_its_client_gave_up(stage: Stage) -> None:
     pair = _pair(stage)
     prompt = stage.prompt(TOKENS)
     asks = pair.prefill.compute(prompt)

@@ -14,14 +14,13 @@ from allpairspy import AllPairs
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import is_full, states_kernel_blocks
+from .releases import is_full
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 WINDOW = 64
 #: Layers by turns: full attention and a window, and full attention and two windows.
@@ -31,12 +30,6 @@ LIKE = {"32 to 32": (32, 32)}
 #: Shorter than the window, about as long, and several times it.
 PROMPTS = (1, 40, 64, 65, 159, 300)
 HITS = ("none", "one block", "all but one")
-
-
-@pytest.fixture(autouse=True)
-def _release_has_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
 
 
 def engine_of(model: str, block_tokens: int) -> EngineSpec:
@@ -80,15 +73,25 @@ _LIKE = _cases(LIKE)
 
 
 def _expect_identical(case: Case, report: Report) -> None:
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == case.n_requests * (case.prompt_tokens - case.prefix_hit_tokens)
+    tokens = case.n_requests * (case.prompt_tokens - case.prefix_hit_tokens)
+    report.must_be("identical", moved=tokens)
+
+
+def _expect_identical_since(lab: Lab, case: Case, since: str) -> None:
+    """Earlier releases' P may have let go of a block that D needs."""
+    report = lab.on_d(case)
+    if report.outcome == "refused":
+        assert Version(lab.release) < Version(since), report
+        assert "let go of a block" in report.detail
+        return
+    _expect_identical(case, report)
 
 
 @pytest.mark.parametrize("name", _UNLIKE)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     case = _UNLIKE[name]
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
+    report = lab.on_d(case)
 
     _expect_identical(case, report)
 
@@ -98,7 +101,7 @@ def test_like_pair_stays_as_stock_has_it(lab: Lab, name: str) -> None:
     case = _LIKE[name]
 
     stock = lab.run(case)
-    patched = lab.run(case.patched(*SLUGS, prefill=False))
+    patched = lab.on_d(case)
 
     _expect_identical(case, stock)
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
@@ -112,9 +115,7 @@ def test_unlike_layouts(lab: Lab, layouts: tuple[str, str]) -> None:
         for engine, layout in zip((case.prefill, case.decode), layouts, strict=True)
     )
 
-    _expect_identical(
-        case, lab.run(replace(case, prefill=p, decode=d).patched(*SLUGS, prefill=False))
-    )
+    _expect_identical(case, lab.on_d(replace(case, prefill=p, decode=d)))
 
 
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
@@ -123,7 +124,7 @@ def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
     case = _case("three groups", BLOCK_TOKENS[sizes], 159)
     chunked = replace(case, prefill=replace(case.prefill, step_tokens=80), n_requests=3)
 
-    _expect_identical(chunked, lab.run(chunked.patched(*SLUGS, prefill=False)))
+    _expect_identical(chunked, lab.on_d(chunked))
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
@@ -134,10 +135,7 @@ def test_a_spoilt_cache_is_noticed(
 ) -> None:
     case = _case(model, sizes, 159, "one block")
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.on_d(case, sabotage=sabotage).must_be("corrupt")
 
 
 # --- a prefill engine that sends more or fewer blocks than the prompt fills ---
@@ -158,15 +156,7 @@ _WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_a_speculating_prefill_engine_of(lab: Lab, sizes: str, prompt: int) -> None:
     """<= 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
-    case = _speculating(BLOCK_TOKENS[sizes], prompt)
-
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    if report.outcome == "refused":
-        assert Version(lab.release) < Version("0.25"), report
-        assert "let go of a block" in report.detail
-        return
-    _expect_identical(case, report)
+    _expect_identical_since(lab, _speculating(BLOCK_TOKENS[sizes], prompt), "0.25")
 
 
 def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
@@ -190,7 +180,7 @@ def test_a_speculating_decode_engine_of(lab: Lab, prompt: int, hit: str) -> None
     case = _case("two groups", (32, 64), prompt, hit)
     case = replace(case, decode=replace(case.decode, lookahead_tokens=40))
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
+    report = lab.on_d(case)
 
     if prompt == 160 and Version(lab.release).release[:2] in ((0, 23), (0, 24)):
         assert report.outcome == "refused" and "draft model" in report.detail, report
@@ -207,13 +197,7 @@ def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
     """<= 0.19 P counts its answer's token too, and frees a block that D still looks at."""
     case = _case("two groups", BLOCK_TOKENS[sizes], _AT_THE_EDGE)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    if report.outcome == "refused":
-        assert Version(lab.release) < Version("0.20"), report
-        assert "let go of a block" in report.detail
-        return
-    _expect_identical(case, report)
+    _expect_identical_since(lab, case, "0.20")
 
 
 def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
@@ -227,20 +211,16 @@ def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
 # --- blocks that FlashInfer may have cut, <= 0.20 ---
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize("prompt", [10, 40, 100])
 @pytest.mark.parametrize("cut", [True, False])
 def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> None:
     """48 tokens cut into 16 look like 16; D reads what it has computed a prompt of before."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
     d = replace(engine_of("two groups", 16), family="flashinfer", device="cuda")
     p = replace(engine_of("two groups", 48), family="flashinfer", device="cuda", parts=3)
     case = Case("may be cut", p if cut else d, d, prompt)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.on_d(case).must_be("identical", moved=prompt)
 
 
 # --- sliding windows alone, whose lists are the ends of tables ---
@@ -254,27 +234,26 @@ def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WI
     return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
 
 
-@pytest.mark.parametrize("prompt", [10, 40, 100, 300])
-def test_windows_alone_that_a_peer_may_have_cut(lab: Lab, prompt: int) -> None:
-    """What the window's last blocks hold tells 48 tokens cut into 16 from 16."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
-    case = _window_alone(16, prompt, cut=48)
+@pytest.mark.on(states_kernel_blocks=False)
+@pytest.mark.parametrize(
+    ("window", "cut", "prompt"),
+    # What the window's last blocks hold tells 48 tokens cut into 16 from 16; of a window of 16 two
+    # blocks are named, whichever they are.
+    [*((WINDOW, 48, prompt) for prompt in (10, 40, 100, 300)), (16, 0, 100), (16, 48, 100)],
+)
+def test_windows_alone_that_a_peer_may_have_cut(
+    lab: Lab, window: int, cut: int, prompt: int
+) -> None:
+    case = _window_alone(16, prompt, cut, window)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.on_d(case).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [10, 100, 300])
 def test_windows_alone_of_peers_like_us(lab: Lab, prompt: int) -> None:
     case = _window_alone(16, prompt)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt
+    lab.on_d(case).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [100, 159, 300])
@@ -295,26 +274,11 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
         case, prefill=replace(case.prefill, **drafting), decode=replace(case.decode, **drafting)
     )
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == ("corrupt" if facts.lists_drafted_blocks else "identical"), report
+    lab.on_d(case).must_be("corrupt" if facts.lists_drafted_blocks else "identical")
 
 
-def test_a_short_window(lab: Lab) -> None:
-    """Of a window of 16 two blocks are named, whether they have 16 tokens or 48."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
-    for cut in (0, 48):
-        case = _window_alone(16, 100, cut, window=16)
-
-        report = lab.run(case.patched(*SLUGS, prefill=False))
-
-        assert (report.outcome, report.moved_tokens) == ("identical", 100), report
-
-
+@pytest.mark.on(states_kernel_blocks=False)
 def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
 
     assert lab.run(_window_alone(16, 10, cut=48)).outcome == "corrupt"

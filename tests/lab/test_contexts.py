@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import FACTS
-
 from .case import EngineSpec
 from .host import Lab
 from .releases import states_block_size
 from .stage import Stage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(context_sizes=True, states_context_parallelism=False),
+]
 
 ALONE = EngineSpec(block_tokens=16, planned_blocks=64, kv_heads=2, head_dim=16, tp_size=2)
 SHARED = replace(ALONE, contexts=2)
@@ -26,36 +28,27 @@ PAIRS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nobody_states_it(lab: Lab) -> None:
-    facts = FACTS[lab.release]
-    if not facts.context_sizes or facts.states_context_parallelism:
-        pytest.skip("no such parallelism, or a handshake states it")
-
-
 @pytest.mark.parametrize("name", PAIRS)
-def test_only_blocks_that_fit_are_loaded(lab: Lab, name: str) -> None:
+def test_only_blocks_that_fit_are_loaded(stage: Stage, lab: Lab, name: str) -> None:
     prefill, tokens, is_loaded = PAIRS[name]
     if is_loaded and not states_block_size(lab.release):
         pytest.skip("the first prompt of each P is computed (<= 0.11.0)")
-    with Stage(lab) as stage:
-        p, d = stage.prefill(prefill), stage.decode(SHARED)
-        prompt = stage.prompt(tokens)
+    p, d = stage.prefill(prefill), stage.decode(SHARED)
+    prompt = stage.prompt(tokens)
 
-        found = d.ask(*p.compute(prompt))
+    found = d.ask(*p.compute(prompt))
 
-        assert found == (tokens if is_loaded else 0)
-        d.watch(prompt, seconds=30 if found else 1)
-        assert p.heard([prompt]) == {prompt.name}  # of blocks that D does not load, too
+    assert found == (tokens if is_loaded else 0)
+    d.watch(prompt, seconds=30 if found else 1)
+    assert p.heard([prompt]) == {prompt.name}  # of blocks that D does not load, too
 
 
 @pytest.mark.parametrize("name", ["P without", "P without, of one block"])
-def test_stock_loads_them(lab: Lab, name: str) -> None:
+def test_stock_loads_them(stage: Stage, name: str) -> None:
     """Half of the tokens, and others in their places."""
     prefill, tokens, _ = PAIRS[name]
-    with Stage(lab) as stage:
-        p, d = stage.prefill(prefill), stage.decode(SHARED, patched=False)
-        prompt = stage.prompt(tokens)
+    p, d = stage.prefill(prefill), stage.decode(SHARED, patched=False)
+    prompt = stage.prompt(tokens)
 
-        assert d.ask(*p.compute(prompt)) == tokens
-        assert d.watch(prompt).received == {prompt.name}
+    assert d.ask(*p.compute(prompt)) == tokens
+    assert d.watch(prompt).received == {prompt.name}

@@ -6,34 +6,23 @@ would go on over memory that nobody wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from packaging.version import Version
 
 from .case import EngineSpec
 from .engine_api import Prompt
-from .host import Lab
 from .stage import Actor, Stage
 from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_failures import untouched
 from .test_several_peers import introduce
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 TOKENS = 150
 _P, _D = (
     replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
 )
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
-    with Stage(lab) as opened:
-        yield opened
 
 
 def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:
@@ -80,10 +69,9 @@ def test_it_is_computed_again(stage: Stage) -> None:
     _assert_served(stage, decode)
 
 
-def test_stock_calls_it_received(stage: Stage, lab: Lab) -> None:
+@pytest.mark.on(before="0.30")
+def test_stock_calls_it_received(stage: Stage) -> None:
     """What is mended here, and that the test sees it."""
-    if Version(lab.release) >= Version("0.30"):
-        pytest.skip("this release fails the request")
     decode = stage.decode(_P, patched=False)
 
     prompt, _ = _lose(stage, decode, _P)

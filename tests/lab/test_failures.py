@@ -62,12 +62,6 @@ def stock_survives_refusals(release: str) -> bool:
     return Version(release) >= Version("0.22")
 
 
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
-
-
 @dataclass(frozen=True)
 class Pair:
     """An unlike pair that outlives what is done to its requests."""
@@ -194,10 +188,9 @@ def test_death_in_mid_transfer(stage: Stage, lab: Lab) -> None:
     assert_outlives(stage.decode(STAGED), stage, lab.release, mortal, survivor)
 
 
+@pytest.mark.on(states_layout=True)
 def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:
     """The read of one fails before the other's; from 0.22 to 0.29 the second ended D's engine."""
-    if not states_layout(lab.release):
-        pytest.skip("this release's handshake states too little of ranks")
     ranks, alone = engine(tp_size=2, kv_heads=4, block_tokens=32), engine(kv_heads=4)
     mortal, survivor = stage.prefill(ranks), stage.prefill(alone)
     decode = stage.decode(replace(STAGED, kv_heads=4))

@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import is_full
+from .selection import some_of
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, introduce, names
-from .test_stale_blocks import states_holds
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(listens_in_scheduler=True),
+]
 
 _SECONDS = (5.0, 12.0, 25.0) if is_full() else (0.3,)
 _TRANSPORTS = ("self,tcp", "self,sm") if is_full() else ("self,tcp",)
@@ -53,17 +55,11 @@ def transports(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(kind, digest) for kind in ("like", "unlike") for digest in ("off", "all")],
-    ids=lambda param: f"{param[0]}, digests {param[1]}",
-)
+@pytest.fixture(scope="module")
 def pair(lab: Lab, request: pytest.FixtureRequest, transports: str) -> Iterator[Pair]:
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
-    kind, digest = request.param
+    kind, _, digest = request.param.replace(",", "").split()
     settings = (*SPEC.settings, ("KVPATCH_DIGEST", digest))
-    spec = replace(SPEC, patched=True, patches=SLUGS, settings=settings)
+    spec = replace(SPEC, patched=True, settings=settings)
     unlike = replace(spec, block_tokens=32, settings=(*settings, *_POOL))
     with Stage(lab, transports) as stage:
         prefill, decode = stage.start(spec), stage.start(spec if kind == "like" else unlike)
@@ -117,12 +113,17 @@ def _checking(pair: Pair) -> list[Prompt]:
 _STAGES = {"queued": _queued, "asked": _asked, "reading": _reading, "checking": _checking}
 
 
+_KINDS = [f"{kind}, digests {digest}" for kind in ("like", "unlike") for digest in ("off", "all")]
+#: A like pair's reads wait for nobody, and are not queued.
+_ROWS = dict.fromkeys(
+    (kind if when != "queued" else f"un{kind.removeprefix('un')}", when, who)
+    for kind, when, who in some_of(_KINDS, _STAGES, ["P", "D", "both"])
+)
+
+
 @pytest.mark.parametrize("seconds", _SECONDS)
-@pytest.mark.parametrize("who", ["P", "D", "both"])
-@pytest.mark.parametrize("when", _STAGES)
+@pytest.mark.parametrize(("pair", "when", "who"), _ROWS, indirect=["pair"])
 def test_a_load_is_served_behind_a_freeze(pair: Pair, when: str, who: str, seconds: float) -> None:
-    if when == "queued" and pair.is_like:
-        pytest.skip("a like pair's reads wait for nobody")
     prompts = _STAGES[when](pair)
     if who != "P":
         pair.decode.hold()

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .releases import has_named_layouts, states_block_size
@@ -24,77 +22,56 @@ INDEXED = EngineSpec(
 )
 
 
-@pytest.fixture
-def _has_indexers(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.11"):
-        pytest.skip("this release has no indexers")
-
-
 def _indexed(prefill: dict[str, object], decode: dict[str, object], **more: object) -> Case:
     name = f"indexer caches, P {prefill}, D {decode}"
     sides = (replace(INDEXED, **side) for side in (prefill, decode))  # type: ignore[arg-type]
     return Case(name, *sides, **{"prompt_tokens": 100, **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
 def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     """The last block of a prompt is not full, and its scales lie at its end."""
     case = _indexed({"tp_size": p_tp}, {"tp_size": d_tp})
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(states_block_size=True)
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p_parts", "d_parts"), [(2, 1), (1, 2)])
 def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int) -> None:
     """Kernel blocks are alike: each moves whole, the last one too."""
-    if not states_block_size(lab.release):
-        pytest.skip("this release cuts no blocks")
     p, d = ({"block_tokens": 64 * parts, "parts": parts} for parts in (p_parts, d_parts))
     case = _indexed(p, d, prompt_tokens=300, prefix_hit_tokens=128)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
     parts = 2 if states_block_size(lab.release) else 1
     case = _indexed({}, {"block_tokens": 64 * parts, "parts": parts})
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage="skip_state")
-
-    assert report.outcome == "corrupt", report
+    lab.on_d(case, sabotage="skip_state").must_be("corrupt")
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(before="0.18")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p", "d"), [(64, 32), (32, 64)])
 def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) -> None:
-    if Version(lab.release) >= Version("0.18"):
-        pytest.skip("this release's worker cuts an indexer's blocks into 64 tokens, or none")
     case = _indexed({"block_tokens": p}, {"block_tokens": d})
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "an indexer's values" in report.detail, report
+    lab.on_d(case).must_be("refused", "an indexer's values")
 
 
-@pytest.mark.usefixtures("_has_indexers")
+@pytest.mark.on(since="0.11")
 @pytest.mark.parametrize("side", ["P", "D", "both"])
 def test_indexers_behind_a_host_buffer(lab: Lab, side: str) -> None:
-    on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
+    on = {"patched": True, "settings": ALWAYS}
     p, d = ({} if side == "D" else {**on, "own_scheduler": True}, {} if side == "P" else on)
 
-    report = lab.run(_indexed(p, d))
-
-    assert report.outcome == "identical", report
+    lab.run(_indexed(p, d)).must_be("identical")
 
 
 # -- slots that each hold all heads: B12X (0.30 on) --------------------------------------------
@@ -107,12 +84,6 @@ def _slotted(prefill: dict[str, object], decode: dict[str, object], **more: obje
     return Case(name, *sides, **{"prompt_tokens": 150, **more})  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def _has_slots(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.30"):
-        pytest.skip("this release has no B12X")
-
-
 _MIXED = {
     "ranks and blocks": ({"block_tokens": 128, "tp_size": 2}, {"tp_size": 4}),
     "ranks": ({"tp_size": 2}, {"tp_size": 4}),
@@ -120,14 +91,11 @@ _MIXED = {
 }
 
 
-@pytest.mark.usefixtures("_has_slots")
+@pytest.mark.on(since="0.30")
 @pytest.mark.parametrize("name", _MIXED)
 def test_slots_of_all_heads_are_never_cut(lab: Lab, name: str) -> None:
     """Stock reads half of a block, all heads' keys, for half of the heads."""
-    report = lab.run(_slotted(*_MIXED[name]).patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "two slots" in report.detail, report
+    lab.on_d(_slotted(*_MIXED[name])).must_be("refused", "two slots")
 
 
 # -- AITER's FlashAttention with shuffled keys (0.15 on), which calls itself FLASH_ATTN ---------
@@ -152,31 +120,23 @@ def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
         prefill, decode = replace(shuffled, block_tokens=32, shuffles=False), shuffled
     case = Case("shuffled keys", prefill, decode, prompt_tokens=150)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "move whole" in report.detail, report
+    lab.on_d(case).must_be("refused", "move whole")
 
 
 def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> None:
     """The last block of a prompt is not full: none of it is left out, nor zeroed."""
-    on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
+    on = {"patched": True, "settings": ALWAYS}
     case = Case("shuffled keys, host buffer", shuffled, replace(shuffled, **on), prompt_tokens=150)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    lab.run(case).must_be("identical")
 
 
+@pytest.mark.on(names_layouts=True)
 def test_shuffled_keys_of_unlike_logical_blocks(lab: Lab, shuffled: EngineSpec) -> None:
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release takes blocks of any multiple of 16 whole")
     prefill = replace(shuffled, block_tokens=48, parts=3)
     case = Case("shuffled keys, P 48, D 16", prefill, shuffled, prompt_tokens=150)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("aiter", "HND"), ("flash", "NHD")])
@@ -188,6 +148,4 @@ def test_one_head_does_not_tell_the_layout(lab: Lab, family: str, layout: str) -
     decode = replace(prefill, block_tokens=16, tp_size=4)
     case = Case(f"{family}, called {layout}", prefill, decode, prompt_tokens=150)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.on_d(case).must_be("identical")

@@ -9,29 +9,23 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from kvpatch.peer.remote_geometry import PAGE_BYTES
-from tests.releases import kvcached
 
-from .case import Case, Family, Sabotage
+from .case import Case, EngineSpec, Family, Sabotage
 from .host import Lab
 from .kvcached_cells import LAYOUTS, case, cells, spec
 from .releases import moves_full_blocks_only, states_layout
+from .test_like_pairs import tokens_to_move
+from .test_patches import pairs_halves
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _CELLS = tuple(cells())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
-
-
 @pytest.mark.parametrize(("family", "layout", "side"), _CELLS)
 def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> None:
     """A read or a write outside the pages in use would end the process that does it."""
-    report = lab.run(case(family, layout, side, by_kvpatch=True))
-
-    assert report.outcome == "identical", report
+    report = lab.run(case(family, layout, side, by_kvpatch=True)).must_be("identical")
     if layout == "contiguous" and side == "both":
         assert report.descriptors == -(-report.moved_tokens // 16)
         assert report.registrations == 1
@@ -43,25 +37,36 @@ def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> 
 def test_a_spoilt_cache_is_noticed(
     lab: Lab, family: Family, layout: str, sabotage: Sabotage
 ) -> None:
-    report = lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage).must_be("corrupt")
 
 
-@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
-@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize(
+    ("family", "layout", "side", "sabotage"),
+    [
+        *(
+            ("flashinfer", "split-half", side, s)
+            for side in "PD"
+            for s in ("skip_layer", "flip_byte")
+        ),
+        ("flash", "contiguous", "P", "skip_layer"),
+        ("mla", "contiguous", "D", "flip_byte"),
+    ],
+)
 def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
-    lab: Lab, side: str, sabotage: Sabotage
+    lab: Lab, family: Family, layout: str, side: str, sabotage: Sabotage
 ) -> None:
-    beside = case("flashinfer", "split-half", side, by_kvpatch=True)
-    if side == "D" and not states_layout(lab.release):
+    beside = case(family, layout, side, by_kvpatch=True)
+    if side == "D" and layout == "split-half" and not states_layout(lab.release):
         pytest.skip("this pair is refused")
 
-    report = lab.run(beside, sabotage=sabotage)
+    lab.run(beside, sabotage=sabotage).must_be("corrupt")
 
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+
+def test_a_prefix_hit_and_several_requests(lab: Lab) -> None:
+    rows = _on(spec("flash", LAYOUTS["contiguous"]))
+    wanted = Case("hit", rows, replace(rows, tensor_blocks=52), 100, 32, n_requests=3)
+
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,8 +76,6 @@ def test_beside_a_plain_cache_of_other_blocks(
     lab: Lab, layout: str, side: str, sizes: tuple[int, int]
 ) -> None:
     """The plain one is HND, as vLLM's connector asks for; the other NHD, as kvcached's are."""
-    if not states_layout(lab.release):
-        pytest.skip("this release states no layout")
     beside = case("flashinfer", layout, side, by_kvpatch=True)
     p, d = (
         replace(
@@ -80,14 +83,11 @@ def test_beside_a_plain_cache_of_other_blocks(
             block_tokens=tokens,
             layout="NHD" if engine.is_kvcacheds else "HND",
             patched=engine is beside.decode or engine.is_kvcacheds,
-            patches=SLUGS if engine is beside.decode or engine.is_kvcacheds else (),
         )
         for engine, tokens in zip((beside.prefill, beside.decode), sizes, strict=True)
     )
 
-    report = lab.run(Case("beside", p, d, prompt_tokens=300))
-
-    assert report.outcome == "identical", report
+    lab.run(Case("beside", p, d, prompt_tokens=300)).must_be("identical")
 
 
 def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
@@ -101,10 +101,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
         for blocks in (PAGE_BYTES // block_bytes, PAGE_BYTES // block_bytes + 1)
     )
 
-    report = lab.run(full)
-
-    assert report.outcome == "refused", report
-    assert "or it has kvcached" in report.detail
+    lab.run(full).must_be("refused", "or it has kvcached")
     assert lab.run(odd).outcome == "identical"
 
 
@@ -112,7 +109,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
 @pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
 def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) -> None:
     """Packed tensors alone can be HND; <= 0.25 kvcached's are NHD, whatever is asked."""
-    rows = replace(spec("flash", LAYOUTS[layout]), patched=True, patches=SLUGS)
+    rows = replace(spec("flash", LAYOUTS[layout]), patched=True)
     prefill = replace(rows, layout="HND", block_tokens=p)
     decode = replace(rows, layout="NHD", block_tokens=d)
 
@@ -123,3 +120,66 @@ def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) ->
         return
     # Rows name their layout on 0.10.0 too; split halves there have D's, as the lab says.
     assert report.outcome == "identical", report
+
+
+# --- rows of all layers --------------------------------------------------------------
+
+
+def _on(engine: EngineSpec) -> EngineSpec:
+    return replace(engine, patched=True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("flash", "HND"), ("flashinfer", "NHD"), ("mla", "NHD")]
+)
+def test_a_stock_d_refuses_rows(lab: Lab, family: Family, layout: str, layers: int) -> None:
+    """A single layer's row may be that layer's block, which any release reads rightly."""
+    found = case(family, "contiguous", "P", by_kvpatch=True)
+    p, d = (replace(one, layers=layers, layout=layout) for one in (found.prefill, found.decode))
+
+    report = lab.run(Case("rows", p, replace(d, patched=False), prompt_tokens=107))
+
+    # On releases <= 0.21 an engine ends over a handshake that failed.
+    allowed = ("refused", "failed") if layers > 1 else ("refused", "failed", "identical")
+    assert report.outcome in allowed, report
+
+
+@pytest.mark.parametrize("rows_on", ["P", "D"])
+def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
+    rows, halves = (_on(spec("flash", LAYOUTS[name])) for name in ("contiguous", "split-half"))
+    wanted = Case("both", *((rows, halves) if rows_on == "P" else (halves, rows)), 107)
+
+    report = lab.run(wanted)
+
+    # From 0.26 on halves, twice as many regions as a peer states, are refused.
+    can_pair = rows_on == "P" or pairs_halves(lab.release)
+    assert report.outcome == ("identical" if can_pair else "refused"), report
+    if can_pair:
+        assert lab.run(wanted, sabotage="skip_layer").outcome == "corrupt"
+
+
+@pytest.mark.parametrize("side", ["both", "P", "D"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+def test_rows_of_unlike_ranks(lab: Lab, ranks: tuple[int, int], side: str) -> None:
+    found = case("flash", "contiguous", side, by_kvpatch=True)
+    p, d = (
+        replace(e, tp_size=n) for e, n in zip((found.prefill, found.decode), ranks, strict=True)
+    )
+
+    report = lab.run(Case("ranks", p, d, prompt_tokens=107))
+
+    assert report.outcome in ("identical", "refused"), report
+
+
+def test_without_the_patch_rows_are_refused_or_wrong(lab: Lab) -> None:
+    """What it is for; with kvpatch on and a reader missing it is refused, never wrong."""
+    rows = spec("flash", LAYOUTS["contiguous"])
+    others = tuple(slug for slug in SLUGS if slug != "unlike_engines")
+    without = replace(rows, patched=True, patches=others)
+
+    stock, alone = (lab.run(Case("rows", one, one, 107)) for one in (rows, without))
+
+    assert stock.outcome != "identical", stock
+    assert alone.outcome == "refused", alone
+    assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in alone.detail

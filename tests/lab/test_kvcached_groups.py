@@ -11,29 +11,19 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-from tests.releases import kvcached
-
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
 from .test_cache_groups import MODELS, WINDOW, engine_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
 
 
-@pytest.fixture(autouse=True)
-def _release_has_groups(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
-
-
 def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSpec:
-    found = replace(engine_of(model, block_tokens), layout="NHD", patched=True, patches=SLUGS)
+    found = replace(engine_of(model, block_tokens), layout="NHD", patched=True)
     if not layout:
         return found
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=2 * found.planned_blocks)
@@ -57,9 +47,7 @@ def test_two_pools_move_a_block_of_a_groups_layers_as_one_descriptor(
 ) -> None:
     spec = _spec(model, 32)
 
-    report = _run(lab, spec, spec, hit_blocks)
-
-    assert report.outcome == "identical", report
+    report = _run(lab, spec, spec, hit_blocks).must_be("identical")
     assert report.registrations == 1
     whole = -(-_PROMPT_TOKENS // 32)
     of_window = whole - (_PROMPT_TOKENS - WINDOW + 1) // 32
@@ -69,13 +57,24 @@ def test_two_pools_move_a_block_of_a_groups_layers_as_one_descriptor(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
-def test_split_halves(lab: Lab, model: str, blocks: tuple[int, int]) -> None:
-    p, d = blocks
+@pytest.mark.parametrize(
+    ("p", "p_tokens", "d", "d_tokens"),
+    [
+        ("split-half", 32, "split-half", 32),
+        ("split-half", 64, "split-half", 32),
+        ("contiguous", 32, "contiguous", 64),
+        ("contiguous", 64, "contiguous", 32),
+        # Beside a plain cache.
+        ("contiguous", 32, "", 32),
+        ("contiguous", 64, "", 32),
+        ("", 32, "contiguous", 32),
+        ("", 64, "contiguous", 32),
+    ],
+)
+def test_other_pools(lab: Lab, model: str, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
+    prefill, decode = _spec(model, p_tokens, p), _spec(model, d_tokens, d)
 
-    report = _run(lab, _spec(model, p, "split-half"), _spec(model, d, "split-half"), hit_blocks=1)
-
-    assert report.outcome == "identical", report
+    _run(lab, prefill, decode, hit_blocks=1).must_be("identical")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -83,28 +82,7 @@ def test_split_halves(lab: Lab, model: str, blocks: tuple[int, int]) -> None:
 def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
     spec = _spec("three groups", 32, layout)
 
-    report = _run(lab, spec, spec, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("p", "d"), [(32, 64), (64, 32)])
-def test_of_unlike_blocks(lab: Lab, model: str, p: int, d: int) -> None:
-    report = _run(lab, _spec(model, p), _spec(model, d), hit_blocks=1)
-
-    assert report.outcome == "identical", report
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
-@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
-def test_beside_a_plain_cache(
-    lab: Lab, model: str, p: str, d: str, blocks: tuple[int, int]
-) -> None:
-    report = _run(lab, _spec(model, blocks[0], p), _spec(model, blocks[1], d), hit_blocks=1)
-
-    assert report.outcome == "identical", report
+    _run(lab, spec, spec, sabotage=sabotage).must_be("corrupt")
 
 
 def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
@@ -112,11 +90,11 @@ def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
     three = _spec("three groups", 32)
     two = replace(three, window_tokens=MODELS["two groups"][0])
 
-    report = _run(lab, three, two)
-
-    assert report.outcome == "refused", report
-    assert "its attention groups have other layers side by side than ours" in report.detail
-    assert "KVCACHED_CONTIGUOUS_LAYOUT=false on P" in report.detail
+    _run(lab, three, two).must_be(
+        "refused",
+        "its attention groups have other layers side by side than ours",
+        "KVCACHED_CONTIGUOUS_LAYOUT=false on P",
+    )
 
 
 # --- groups of unlike shapes (Gemma), which kvcached views over blocks of one size ---
@@ -191,16 +169,11 @@ def test_groups_of_unlike_shapes(lab: Lab, shape: str, p: str, d: str, p_tokens:
 def test_a_spoilt_pool_of_unlike_shapes_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     spec = _unlike(lab, "windows of 64 tokens", 32, "contiguous")
 
-    report = _run(lab, spec, spec, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    _run(lab, spec, spec, sabotage=sabotage).must_be("corrupt")
 
 
 def test_unlike_shapes_in_items_of_another_size_are_refused(lab: Lab) -> None:
     """Bytes would tell half the tokens, which is not what P states."""
     d = _unlike(lab, "windows of 64 tokens", 32, "contiguous")
 
-    report = _run(lab, replace(d, dtype="fp8"), d)
-
-    assert report.outcome == "refused", report
+    _run(lab, replace(d, dtype="fp8"), d).must_be("refused")

@@ -12,16 +12,13 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-from tests.releases import kvcached
-
 from .caches import UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Sabotage
 from .engine_api import Ask
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
 from .kvcached_standin import CARD
-from .releases import moves_full_blocks_only, states_block_size
+from .releases import moves_full_blocks_only
 from .stage import Raised, Stage
 from .test_host_buffer import ALWAYS
 from .test_kvcached_groups import _spec as of_groups
@@ -34,16 +31,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.some_generations]
 _TOKENS = 150
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _source() -> None:
-    kvcached.fetch(kvcached.NEWEST)
-
-
 def _engine(family: Family, layout: str, **more: object) -> EngineSpec:
     """An engine over kvcached's memory, or with a plain cache."""
     found = spec(family, LAYOUTS[layout]) if layout else EngineSpec(family, "NHD", layers=3)
     sizes = {"planned_blocks": 40, "tensor_blocks": 64 if layout else None}
-    return replace(found, patched=True, patches=SLUGS, **{**sizes, **more})  # type: ignore[arg-type]
+    return replace(found, patched=True, **{**sizes, **more})  # type: ignore[arg-type]
 
 
 def _buffered(engine: EngineSpec, *, as_p: bool = False) -> EngineSpec:
@@ -84,18 +76,12 @@ PAIRS: list[tuple[Family, str, str, str]] = [
 def test_pairs_are_identical(lab: Lab, family: Family, p: str, d: str, where: str) -> None:
     wanted = _pair(family, p, d, where)
 
-    report = lab.run(wanted)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
 @pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(_pair("flash", "contiguous", "contiguous", "P D"), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(_pair("flash", "contiguous", "contiguous", "P D"), sabotage=sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize(
@@ -118,20 +104,15 @@ def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> Non
 def test_ranks_and_a_prefix_that_d_has(lab: Lab) -> None:
     wanted = _pair("flash", "contiguous", "contiguous", "P D", tp_size=2)
 
-    report = lab.run(replace(wanted, prefix_hit_tokens=32))
-
-    assert report.outcome == "identical", report
+    lab.run(replace(wanted, prefix_hit_tokens=32)).must_be("identical")
 
 
+@pytest.mark.on(states_block_size=True)
 def test_blocks_that_are_cut(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release cuts no blocks")
     cut = {"block_tokens": 128, "parts": 2, "planned_blocks": 20, "tensor_blocks": 30}
     wanted = _pair("flashinfer", "split-half", "split-half", "P D", **cut)
 
-    report = lab.run(replace(wanted, prompt_tokens=350))
-
-    assert report.outcome == "identical", report
+    lab.run(replace(wanted, prompt_tokens=350)).must_be("identical")
 
 
 # --- what NIXL is handed ---------------------------------------------------------------
@@ -144,31 +125,29 @@ def _told(engine: EngineSpec) -> EngineSpec:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_of_kvcacheds_is_registered(lab: Lab, layout: str) -> None:
+def test_nothing_of_kvcacheds_is_registered(stage: Stage, layout: str) -> None:
     engine = _engine("flash", layout)
-    with Stage(lab) as stage:
-        prefill, decode = (
-            stage.start(_told(_buffered(replace(engine, planned_blocks=60), as_p=as_p)))
-            for as_p in (True, False)
-        )
-        prompts = stage.prompts(2, _TOKENS)
-        prefill.call("begin", prompts)
-        answers = prefill.call("work")
-        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
-        assert not decode.watch(*prompts).waiting
-        assert decode.wrong(*prompts)[0] == 0
+    prefill, decode = (
+        stage.start(_told(_buffered(replace(engine, planned_blocks=60), as_p=as_p)))
+        for as_p in (True, False)
+    )
+    prompts = stage.prompts(2, _TOKENS)
+    prefill.call("begin", prompts)
+    answers = prefill.call("work")
+    decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+    assert not decode.watch(*prompts).waiting
+    assert decode.wrong(*prompts)[0] == 0
 
-        for actor in (prefill, decode):
-            regions, of_kvcacheds = actor.call("exposed")
-            assert regions > 0 and of_kvcacheds == 0, actor.name
+    for actor in (prefill, decode):
+        regions, of_kvcacheds = actor.call("exposed")
+        assert regions > 0 and of_kvcacheds == 0, actor.name
 
 
-def test_without_a_host_buffer_it_is(lab: Lab) -> None:
+def test_without_a_host_buffer_it_is(stage: Stage) -> None:
     """The negative control."""
-    with Stage(lab) as stage:
-        regions, of_kvcacheds = stage.start(_engine("flash", "contiguous")).call("exposed")
+    regions, of_kvcacheds = stage.start(_engine("flash", "contiguous")).call("exposed")
 
-        assert regions == of_kvcacheds > 0
+    assert regions == of_kvcacheds > 0
 
 
 def test_beside_a_network_card(lab: Lab) -> None:
@@ -191,29 +170,26 @@ def test_beside_a_network_card(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", ["skip", "shift"])
-def test_a_spoilt_save_is_noticed(lab: Lab, how: str) -> None:
+def test_a_spoilt_save_is_noticed(stage: Stage, how: str) -> None:
     """What is not in its row is not right on D."""
-    with Stage(lab) as stage:
-        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
-        decode = stage.start(_told(_engine("flash", "contiguous")))
-        prompts = stage.prompts(2, _TOKENS)
-        prefill.call("spoil_saves", how)
-        prefill.call("begin", prompts)
-        answers = prefill.call("work")
-        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+    decode = stage.start(_told(_engine("flash", "contiguous")))
+    prompts = stage.prompts(2, _TOKENS)
+    prefill.call("spoil_saves", how)
+    prefill.call("begin", prompts)
+    answers = prefill.call("work")
+    decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
 
-        assert not decode.watch(*prompts).waiting
-        assert decode.wrong(*prompts)[0] > 0
+    assert not decode.watch(*prompts).waiting
+    assert decode.wrong(*prompts)[0] > 0
 
 
-def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(lab: Lab) -> None:
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
+def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(stage: Stage) -> None:
     """To try them would be to read a block that nobody has."""
-    if moves_full_blocks_only(lab.release):
-        pytest.skip("0.10.0's connector is handed no copies")
-    with Stage(lab) as stage:
-        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
 
-        assert prefill.call("hand_over", "right") == 0
+    assert prefill.call("hand_over", "right") == 0
 
 
 # --- pages and variables ---------------------------------------------------------------
@@ -223,10 +199,9 @@ def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab) -> None:
     found = _pair("flash", "contiguous", "contiguous", "P D")
     unmapped = replace(found.decode, settings=(*found.decode.settings, (UNMAPPED, "1")))
 
-    report = lab.run(replace(found, decode=unmapped))
-
-    assert report.outcome == "refused", report
-    assert "is not mapped: found the page of zeros" in report.detail
+    lab.run(replace(found, decode=unmapped)).must_be(
+        "refused", "is not mapped: found the page of zeros"
+    )
 
 
 def test_a_layout_that_the_variable_denies_is_refused(lab: Lab) -> None:
@@ -258,12 +233,10 @@ def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: in
         assert report.outcome == "identical", (p, report)
 
 
+@pytest.mark.on(since="0.18")
 def test_recurrent_state_is_refused(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
     engine = _buffered(of_states("contiguous"))
 
-    report = lab.run(Case("state", engine, engine, 300))
-
-    assert report.outcome == "refused", report
-    assert "attention layers in blocks, which alone go through a host buffer" in report.detail
+    lab.run(Case("state", engine, engine, 300)).must_be(
+        "refused", "attention layers in blocks, which alone go through a host buffer"
+    )

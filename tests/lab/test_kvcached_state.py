@@ -11,25 +11,14 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
-from tests.releases import kvcached
-
 from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
-
-
-@pytest.fixture(autouse=True)
-def _release_has_state(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
 
 
 def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
@@ -42,26 +31,34 @@ def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
         head_dim=16,
         has_state=True,
         patched=True,
-        patches=SLUGS,
     )
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=96) if layout else found
 
 
 @pytest.mark.parametrize(
-    ("p", "d"),
+    ("p", "p_tokens", "d", "d_tokens"),
     [
-        ("contiguous", "contiguous"),
-        ("split-half", "split-half"),
-        ("split-half", ""),
-        ("", "split-half"),
+        ("contiguous", 32, "contiguous", 32),
+        ("split-half", 32, "split-half", 32),
+        ("split-half", 32, "", 32),
+        ("", 32, "split-half", 32),
+        ("contiguous", 32, "", 32),
+        ("", 32, "contiguous", 32),
+        ("split-half", 32, "contiguous", 32),
+        ("contiguous", 64, "contiguous", 32),
+        ("contiguous", 32, "", 64),
+        ("", 32, "contiguous", 64),
+        ("", 64, "", 32),
+        ("", 32, "", 64),
     ],
 )
-def test_state_moves_with_attention(lab: Lab, p: str, d: str) -> None:
-    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS))
+def test_state_moves_with_attention(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
+    """A state has the page of a block, whose bytes go by its tokens: its own bytes move."""
+    case = Case("state", _spec(p, p_tokens), _spec(d, d_tokens), _PROMPT_TOKENS)
 
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
-    if p == "contiguous":
+    if p == d == "contiguous" and p_tokens == d_tokens:
         assert report.registrations == 1
         assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
 
@@ -80,15 +77,17 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     assert report.outcome == "identical", report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("p", "tokens", "d"),
+    [*((layout, 32, layout) for layout in LAYOUTS), ("contiguous", 64, ""), ("", 64, "contiguous")],
+)
 @pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
-def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
-    spec = _spec(layout)
+def test_a_spoilt_pool_is_noticed(
+    lab: Lab, p: str, tokens: int, d: str, sabotage: Sabotage
+) -> None:
+    case = Case("state", _spec(p, tokens), _spec(d), _PROMPT_TOKENS)
 
-    report = lab.run(Case("state", spec, spec, _PROMPT_TOKENS), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(case, sabotage=sabotage).must_be("corrupt")
 
 
 def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
@@ -100,79 +99,34 @@ def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
     assert report.descriptors == stock.descriptors
 
 
-@pytest.mark.parametrize(
-    ("p", "p_tokens", "d", "d_tokens"),
-    [
-        ("contiguous", 32, "", 32),
-        ("", 32, "contiguous", 32),
-        ("split-half", 32, "contiguous", 32),
-        ("contiguous", 64, "contiguous", 32),
-        ("contiguous", 32, "", 64),
-        ("", 32, "contiguous", 64),
-        ("", 64, "", 32),
-        ("", 32, "", 64),
-    ],
-)
-def test_unlike_pools(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) -> None:
-    """A state has the page of a block, whose bytes go by its tokens: its own bytes move."""
-    case = Case("unlike", _spec(p, p_tokens), _spec(d, d_tokens), _PROMPT_TOKENS)
-
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens >= _PROMPT_TOKENS - 1
-
-
-@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
-@pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
-def test_a_spoilt_unlike_pool_is_noticed(lab: Lab, p: str, d: str, sabotage: Sabotage) -> None:
-    case = Case("unlike", _spec(p, 64), _spec(d), _PROMPT_TOKENS)
-
-    report = lab.run(case, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
-
-
 def _cut(block_tokens: int) -> EngineSpec:
     """Into kernel blocks of 64 tokens."""
     parts = block_tokens // 64
     return replace(_spec("", block_tokens), family="flashinfer", device="cuda", parts=parts)
 
 
-@pytest.mark.parametrize("prompt", [100, _PROMPT_TOKENS])
-def test_blocks_that_both_backends_cut_otherwise(lab: Lab, prompt: int) -> None:
-    """A page of states is two of D's kernel blocks and three of P's."""
-    report = lab.run(Case("cut", _cut(192), _cut(128), prompt))
+def _finely_cut(block_tokens: int) -> EngineSpec:
+    """Into kernel blocks of 16."""
+    return replace(_cut(block_tokens), parts=block_tokens // 16, state_tokens=640)
 
-    assert report.outcome == "identical", report
+
+@pytest.mark.parametrize(
+    ("p", "d", "prompt"),
+    [
+        # A page of states is two of D's kernel blocks and three of P's.
+        (_cut(192), _cut(128), 100),
+        (_cut(192), _cut(128), _PROMPT_TOKENS),
+        (_cut(128), _cut(64), _PROMPT_TOKENS),
+        (_cut(128), _cut(128), _PROMPT_TOKENS),
+        # 35 kernel blocks to one side's blocks and 33 to the other's: a prompt ends in the first.
+        (_finely_cut(560), _finely_cut(528), 450),
+        (_finely_cut(528), _finely_cut(560), 450),
+    ],
+    ids=lambda one: str(getattr(one, "block_tokens", one)),
+)
+def test_blocks_that_both_backends_cut(lab: Lab, p: EngineSpec, d: EngineSpec, prompt: int) -> None:
+    report = lab.run(Case("cut", p, d, prompt)).must_be("identical")
     assert report.moved_tokens >= prompt - 1
-
-
-@pytest.mark.parametrize(("p", "d"), [(560, 528), (528, 560)])
-def test_blocks_that_both_backends_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
-    """35 kernel blocks to one side's blocks and 33 to the other's: a prompt ends in the first."""
-    prefill, decode = (
-        replace(_cut(tokens), parts=tokens // 16, state_tokens=640) for tokens in (p, d)
-    )
-
-    report = lab.run(Case("cut into 16", prefill, decode, 450))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens >= 449
-
-
-def test_a_peer_that_is_cut_into_blocks_of_ours(lab: Lab) -> None:
-    report = lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
-
-
-def test_a_peer_that_is_cut_alike(lab: Lab) -> None:
-    report = lab.run(Case("like", _cut(128), _cut(128), _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
 @pytest.mark.parametrize("p", ["", "contiguous"])
@@ -186,9 +140,7 @@ def test_states_that_a_prefix_cache_keeps(
     prefill = replace(_spec(p, 64), state_mode=p_mode, planned_blocks=64)
     decode = replace(_spec(""), state_mode=d_mode, planned_blocks=64)
 
-    report = lab.run(Case("kept", prefill, decode, _PROMPT_TOKENS))
-
-    assert report.outcome == "identical", report
+    report = lab.run(Case("kept", prefill, decode, _PROMPT_TOKENS)).must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
@@ -196,12 +148,12 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
     """Each rank has a share of a state."""
     prefill = replace(_spec("contiguous"), tp_size=2)
 
-    report = lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS))
+    lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS)).must_be(
+        "refused", "recurrent state in kvcached's contiguous layout"
+    )
 
-    assert report.outcome == "refused", report
-    assert "recurrent state in kvcached's contiguous layout" in report.detail
 
-
+@pytest.mark.on(has_channels_first=True)
 @pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("d", LAYOUTS)
@@ -209,14 +161,10 @@ def test_states_of_unlike_ranks_come_into_a_pool(
     lab: Lab, d: str, p_ranks: int, d_ranks: int, kind: str
 ) -> None:
     """P is plain, whose ranks' shares follow from its regions."""
-    if not FACTS[lab.release].has_channels_first:
-        pytest.skip("this release's are not read")
     prefill = replace(_spec("", 64), tp_size=p_ranks, state_kind=kind)
     case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    lab.run(case).must_be("identical")
     assert lab.run(case, sabotage="skip_part").outcome == "corrupt"
 
 
@@ -226,12 +174,11 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
     specs = (replace(_spec(layout), state_first=True) for layout in (p, d))
     case = Case("first", *specs, _PROMPT_TOKENS)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    lab.run(case).must_be("identical")
     assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize(
     ("p", "d", "state_first"),
     [
@@ -243,8 +190,6 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
 )
 def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     """From 0.29 on vLLM has such a pool too, whose states stock reads from other places."""
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
     prefill, decode = (
         replace(
             _spec(layout) if layout == "contiguous" else replace(_spec(""), layout=layout),
@@ -254,9 +199,7 @@ def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     )
     case = Case("rows", prefill, decode, _PROMPT_TOKENS)
 
-    report = lab.run(case)
-
-    assert report.outcome == "identical", report
+    report = lab.run(case).must_be("identical")
     assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
     assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
     if p == d:

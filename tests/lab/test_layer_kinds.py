@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Outcome, Report
 from .host import Lab
 from .releases import has_named_layouts
@@ -155,7 +153,7 @@ def _play(
 ) -> Report:
     sides = (replace(model.engine, **side) for side in (prefill, decode))  # type: ignore[arg-type]
     case = Case(f"{model.engine.kinds}, P {prefill}, D {decode}", *sides, model.prompt_tokens)
-    return lab.run(case.patched(*SLUGS, prefill=False), **how)  # type: ignore[arg-type]
+    return lab.on_d(case, **how)  # type: ignore[arg-type]
 
 
 def _assert_came(report: Report, expected: tuple[Outcome, str]) -> None:
@@ -216,14 +214,13 @@ _JOINED = {
 }
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("name", _JOINED)
 def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
     """Left to the release where it joins smaller blocks rightly, from 0.32 on; else refused.
 
     A request with a prefix hit, which the release pairs wrongly, is mended as one of rows is.
     """
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release registers no such cache")
     engine = _JOINED[name]
     joins = Version(lab.release) >= Version("0.32")
     case = Case(f"pooled, {name}", engine, replace(engine, block_tokens=32), prompt_tokens=100)
@@ -231,8 +228,8 @@ def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
 
     # What makes it right to leave it: the release alone is.
     assert (lab.run(case).outcome == "identical") is joins
-    _assert_came(lab.run(case.patched(*SLUGS, prefill=False)), expected)
+    _assert_came(lab.on_d(case), expected)
     if not engine.is_hybrid:
         hit = replace(case, prefix_hit_tokens=32)
         assert lab.run(hit).outcome != "identical"
-        _assert_came(lab.run(hit.patched(*SLUGS, prefill=False)), expected)
+        _assert_came(lab.on_d(hit), expected)

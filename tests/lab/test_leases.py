@@ -96,75 +96,71 @@ def test_a_load_that_ends_before_it_is_served(scene: Scene, kind: str) -> None:
     _wait_before(scene, 0.0)
 
 
-def test_where_p_gives_its_word_no_clock_is_looked_at(lab: Lab, kind: str) -> None:
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+def test_where_p_gives_its_word_no_clock_is_looked_at(stage: Stage, lab: Lab, kind: str) -> None:
     """P's answer was long on its way, and P holds the blocks all the same."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
-    with Stage(lab) as stage:
-        spec = replace(UNLIKE[kind], patched=True)
-        actor, decode = stage.start(spec), stage.decode(SPEC)
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
-        prompt, ask = scene.fresh(actor)
-        _wait_before(scene, _TOO_LONG)
+    spec = replace(UNLIKE[kind], patched=True)
+    actor, decode = stage.start(spec), stage.decode(SPEC)
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
+    prompt, ask = scene.fresh(actor)
+    _wait_before(scene, _TOO_LONG)
 
-        decode.ask(ask)
+    decode.ask(ask)
 
-        assert_identical(decode, [prompt], loaded(prompt, lab.release))
+    assert_identical(decode, [prompt], loaded(prompt, lab.release))
 
 
-def test_d_computes_the_load(lab: Lab, kind: str) -> None:
+def test_d_computes_the_load(stage: Stage, lab: Lab, kind: str) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
     if not states_holds(lab.release) or not has_policy(lab.release):
         pytest.skip("this release computes all loads that fail, or none")
-    with Stage(lab) as stage:
-        actor = prefill(stage, SPEC, patched=False)
-        decode = stage.decode(replace(UNLIKE[kind], own_scheduler=True, load_failure_policy="fail"))
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
-        first = _load_one(scene, actor)
-        decode.call("loaded", [first.name])
-        prompt, ask = scene.stale(actor)
-        _wait_before(scene, _TOO_LONG)
+    actor = prefill(stage, SPEC, patched=False)
+    decode = stage.decode(replace(UNLIKE[kind], own_scheduler=True, load_failure_policy="fail"))
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
+    first = _load_one(scene, actor)
+    decode.call("loaded", [first.name])
+    prompt, ask = scene.stale(actor)
+    _wait_before(scene, _TOO_LONG)
 
-        decode.ask(ask)
+    decode.ask(ask)
 
-        seen = decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
-        decode.call("loaded", [prompt.name])
-        _assert_computed(decode, prompt)
-        _assert_nothing_wrong_is_cached(decode, prompt)
+    seen = decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    decode.call("loaded", [prompt.name])
+    _assert_computed(decode, prompt)
+    _assert_nothing_wrong_is_cached(decode, prompt)
 
 
-def test_what_has_waited_too_long_is_computed_where_no_load_can_fail(lab: Lab) -> None:
+@pytest.mark.on(listens_in_scheduler=False)  # else: the load fails, and D computes it
+def test_what_has_waited_too_long_is_computed_where_no_load_can_fail(
+    stage: Stage, lab: Lab
+) -> None:
     """As behind a long queue; a worker that finds out too late could not end the load."""
-    if states_holds(lab.release):
-        pytest.skip("the load fails, and D computes it")
-    with Stage(lab) as stage:
-        actor = prefill(stage, SPEC, patched=False)
-        decode = stage.decode(replace(SPEC, own_scheduler=True))
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        scene = Scene(stage, lab.release, {("like", False): actor}, decode)
-        for seconds, is_loaded in ((0.0, True), (_SOME, True), (_TOO_LONG, False)):
-            prompt, ask = scene.fresh(actor)
-            _wait_before(scene, seconds)
+    actor = prefill(stage, SPEC, patched=False)
+    decode = stage.decode(replace(SPEC, own_scheduler=True))
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    scene = Scene(stage, lab.release, {("like", False): actor}, decode)
+    for seconds, is_loaded in ((0.0, True), (_SOME, True), (_TOO_LONG, False)):
+        prompt, ask = scene.fresh(actor)
+        _wait_before(scene, seconds)
 
-            (served,) = decode.complete(ask)
+        (served,) = decode.complete(ask)
 
-            assert served.status == "FINISHED_LENGTH_CAPPED"
-            assert (served.computed < TOKENS) == is_loaded
-            assert decode.wrong(prompt)[0] == 0
+        assert served.status == "FINISHED_LENGTH_CAPPED"
+        assert (served.computed < TOKENS) == is_loaded
+        assert decode.wrong(prompt)[0] == 0
 
 
-def test_d_knows_of_its_heartbeats(lab: Lab) -> None:
+def test_d_knows_of_its_heartbeats(stage: Stage, lab: Lab) -> None:
     """From 0.22 on they extend P's lease; the release itself sends them, in D's steps."""
-    with Stage(lab) as stage:
-        actor = stage.start(SPEC)
-        decode = stage.start(replace(SPEC, patched=True), {"kv_lease_duration": 5})
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        prompt = stage.prompt(TOKENS)
+    actor = stage.start(SPEC)
+    decode = stage.start(replace(SPEC, patched=True), {"kv_lease_duration": 5})
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    prompt = stage.prompt(TOKENS)
 
-        decode.ask(*actor.compute(prompt))
-        decode.watch(prompt)
+    decode.ask(*actor.compute(prompt))
+    decode.watch(prompt)
 
-        assert decode.call("beaten") == int(FACTS[lab.release].grants_leases)
+    assert decode.call("beaten") == int(FACTS[lab.release].grants_leases)

@@ -38,9 +38,9 @@ def tokens_held(case: Case, release: str) -> int:
 @pytest.mark.parametrize("name", on_every_release(_CASES, ["HND some of it cached"]))
 def test_like_pair_is_identical(lab: Lab, name: str, side: str) -> None:
     case = _CASES[name]
-    report = lab.run(case.patched() if side == "kvpatch" else case)
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    report = lab.run(case.patched() if side == "kvpatch" else case).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
     assert (report.descriptors > 0) == (report.moved_tokens > 0)
 
 
@@ -48,8 +48,7 @@ def test_like_pair_is_identical(lab: Lab, name: str, side: str) -> None:
 @pytest.mark.parametrize("name", ["HND four at once", "NHD some of it cached"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, name: str, sabotage: Sabotage) -> None:
     case = _CASES[name]
-    report = lab.run(case, sabotage=sabotage)
-    assert report.outcome == "corrupt", report
+    report = lab.run(case, sabotage=sabotage).must_be("corrupt")
     moved = report.total_elements * report.moved_tokens // tokens_held(case, lab.release)
     spoilt = {
         "flip_byte": case.n_requests,

@@ -12,16 +12,19 @@ from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import DIGEST as FIELD
-from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
+from .releases import has_tpus
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
-from .test_stale_blocks import states_holds
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(listens_in_scheduler=True),
+]
 
 TOKENS = 150
 #: Of a P that is not to let go of anything, and of one that soon does.
@@ -34,7 +37,7 @@ _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 def spec(how: str = "all", **more: object) -> EngineSpec:
     settings = (*SPEC.settings, ("KVPATCH_DIGEST", how))
-    more = {"settings": settings, "patched": True, "patches": SLUGS, **more}
+    more = {"settings": settings, "patched": True, **more}
     return replace(SPEC, **more)  # type: ignore[arg-type]
 
 
@@ -53,8 +56,19 @@ WHOLE = replace(
     EngineSpec(kinds=("", "indexer keys"), block_tokens=128, planned_blocks=20),
     settings=(("KVPATCH_DIGEST", "all"),),
     patched=True,
-    patches=SLUGS,
 )
+
+
+def _latents(tokens: int) -> EngineSpec:
+    return spec(family="mla", block_tokens=tokens, head_dim=64, kv_heads=1, dtype="bfloat16")
+
+
+def _turns(tokens: int) -> EngineSpec:
+    """Heads of keys and of values by turns."""
+    return spec(family="pallas", block_tokens=tokens, head_dim=128, dtype="bfloat16")
+
+
+_indexed = replace(_latents(64), layout="NHD", layers=4, has_indexer=True, planned_blocks=40)
 CHECKED = {"checked": 1, "partly": 0, "alarm": 0, "unchecked": 0}
 PARTLY = {"checked": 0, "partly": 1, "alarm": 0, "unchecked": 0}
 ALARM = {"checked": 0, "partly": 0, "alarm": 1, "unchecked": 0}
@@ -113,8 +127,6 @@ def scene(
     tokens: int = TOKENS,
     lease_seconds: int = _LEASE_SECONDS,
 ) -> Scene:
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     p = stage.start(
         replace(prefill, settings=(*prefill.settings, (_TIMEOUT, str(lease_seconds)))),
         {"kv_lease_duration": lease_seconds},
@@ -184,102 +196,120 @@ def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int
 
 
 @pytest.mark.parametrize("ranks", [(4, 1), (1, 4)])
-def test_heads_that_several_ranks_share_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
+def test_heads_that_several_ranks_share_are_checked(
+    stage: Stage, lab: Lab, ranks: tuple[int, int]
+) -> None:
     """Whichever of them they were read from."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
-        found.load_rightly()
-        found.assert_counted(**times(CHECKED, ranks[1]))
+    found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
+    found.load_rightly()
+    found.assert_counted(**times(CHECKED, ranks[1]))
 
 
 @pytest.mark.parametrize("way", ["direct", "staged"])
 @pytest.mark.parametrize("ranks", [(4, 1), (4, 2), (3, 1)], ids=str)
-def test_each_head_is_read_from_one_rank(lab: Lab, ranks: tuple[int, int], way: str) -> None:
+def test_each_head_is_read_from_one_rank(
+    stage: Stage, lab: Lab, ranks: tuple[int, int], way: str
+) -> None:
     """Whose copies are unlike in the last bits: it is the first one's, and not one of each."""
     heads = 1 if ranks[0] == 3 else 2
     always = (*spec().settings, ("KVPATCH_TRANSFER", way))
-    with Stage(lab) as stage:
-        p, d = (spec(tp_size=size, kv_heads=heads, settings=always) for size in ranks)
-        found = scene(lab, stage, p, replace(d, block_tokens=32))
-        found.prefill.call("part_copies")
-        before = found.decode.left()
-        for _ in range(3):
-            prompt, ask = found.fresh()
-            found.decode.ask(ask)
-            seen = found.decode.watch(prompt)
-            assert seen.received == names([prompt]), seen
-            assert found.decode.wrong(prompt)[0] == 0
-            found.assert_counted(**times(CHECKED, ranks[1]))
-            assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
-        assert found.decode.left() == before
+    p, d = (spec(tp_size=size, kv_heads=heads, settings=always) for size in ranks)
+    found = scene(lab, stage, p, replace(d, block_tokens=32))
+    found.prefill.call("part_copies")
+    before = found.decode.left()
+    for _ in range(3):
         prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.decode.call("ask_spoilt", [ask], "layer", heads)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**times(ALARM, ranks[1]))
-
-
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
-    """What lies behind their last token is nobody's, where several ranks have it."""
-    if Version(lab.release) < Version("0.29"):
-        pytest.skip("this release has no such caches")
-    with Stage(lab) as stage:
-        p, d = (replace(WHOLE, tp_size=size) for size in ranks)
-        found = scene(lab, stage, p, d, 300)
-        found.load_rightly()
-        # The last block is left out where nobody knows whose it is.
-        found.assert_counted(**times(PARTLY if ranks[0] > ranks[1] else CHECKED, ranks[1]))
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
         found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
+        seen = found.decode.watch(prompt)
+        assert seen.received == names([prompt]), seen
+        assert found.decode.wrong(prompt)[0] == 0
+        found.assert_counted(**times(CHECKED, ranks[1]))
+        assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
+    assert found.decode.left() == before
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.decode.call("ask_spoilt", [ask], "layer", heads)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**times(ALARM, ranks[1]))
 
 
-def test_a_digest_is_made_while_p_computes_other_prompts(lab: Lab) -> None:
+#: Kinds of caches: P, D, the first release that has them, and what a good load counts as.
+KINDS = {
+    "fp8": (spec(dtype="fp8"), spec(layout="NHD", block_tokens=48, dtype="fp8"), "0.11.1", CHECKED),
+    "latents": (_latents(32), _latents(16), "0.11.1", CHECKED),
+    "a TPU's": (_turns(32), _turns(64), "0.11.1", CHECKED),
+    "indexers": (_indexed, _indexed, "0.11.1", CHECKED),
+    "cross-layer": (
+        spec(layout="BLHNC", block_tokens=32), spec(layout="LHBNC"), "0.29", CHECKED,
+    ),
+    **{
+        # The last block is left out where nobody knows whose it is.
+        f"whole, {p} ranks to {d}": (
+            replace(WHOLE, tp_size=p), replace(WHOLE, tp_size=d), "0.29",
+            PARTLY if p > d else CHECKED,
+        )
+        for p, d in ((1, 1), (2, 1), (1, 2), (2, 2))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_cache_is_checked(stage: Stage, lab: Lab, name: str) -> None:
+    """A good load passes, and one of blocks that are another request's by then fails."""
+    p, d, since, counts = KINDS[name]
+    has_turns = p.family != "pallas" or has_tpus(lab.release)
+    if Version(lab.release) < Version(since) or not has_turns:
+        pytest.skip("this release has no such caches")
+    found = scene(lab, stage, p, d, 300)
+    found.load_rightly()
+    found.assert_counted(**times(counts, d.tp_size))
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
+
+
+def test_a_digest_is_made_while_p_computes_other_prompts(stage: Stage, lab: Lab) -> None:
     """D waits for it, and not for what the step behind P's answer computes."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *PAIRS["like"][:2])
-        first, second = stage.prompts(2, TOKENS)
-        assert found.prefill.call("digest_while_computing", first, second) == "made"
+    found = scene(lab, stage, *PAIRS["like"][:2])
+    first, second = stage.prompts(2, TOKENS)
+    assert found.prefill.call("digest_while_computing", first, second) == "made"
 
 
-def test_reads_in_the_engines_steps_are_checked(lab: Lab) -> None:
+def test_reads_in_the_engines_steps_are_checked(stage: Stage, lab: Lab) -> None:
     """Without a thread, as with one."""
     prefill, decode, _ = PAIRS["64 to 32"]
     decode = replace(decode, settings=(*decode.settings, ("KVPATCH_PROGRESS", "step")))
-    with Stage(lab) as stage:
-        found = scene(lab, stage, prefill, decode)
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-        found.assert_counted(**CHECKED)
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**ALARM)
+    found = scene(lab, stage, prefill, decode)
+    prompt, ask = found.fresh()
+    found.decode.ask(ask)
+    assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+    found.assert_counted(**CHECKED)
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**ALARM)
 
 
 @pytest.mark.parametrize("how", ["flip", "swap", "layer"])
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
-def test_without_digests_they_are_received(lab: Lab, kind: str, how: str) -> None:
+def test_without_digests_they_are_received(stage: Stage, lab: Lab, kind: str, how: str) -> None:
     """The negative control."""
     off = (("KVPATCH_DIGEST", "off"),)
     prefill, decode, reads = PAIRS[kind]
-    with Stage(lab) as stage:
-        found = scene(lab, stage, replace(prefill, settings=off), replace(decode, settings=off))
-        prompt, ask = found.fresh()
-        assert FIELD not in json.loads(ask.answer)
+    found = scene(lab, stage, replace(prefill, settings=off), replace(decode, settings=off))
+    prompt, ask = found.fresh()
+    assert FIELD not in json.loads(ask.answer)
 
-        found.decode.call("ask_spoilt", [ask], how, reads)
+    found.decode.call("ask_spoilt", [ask], how, reads)
 
-        seen = found.decode.watch(prompt)
-        assert seen.received == names([prompt]), seen
-        assert found.decode.wrong(prompt)[0] > 0
-        found.assert_counted(checked=0, alarm=0, unchecked=0)
+    seen = found.decode.watch(prompt)
+    assert seen.received == names([prompt]), seen
+    assert found.decode.wrong(prompt)[0] > 0
+    found.assert_counted(checked=0, alarm=0, unchecked=0)
 
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
@@ -303,33 +333,36 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
 @pytest.mark.parametrize("why", ["P has them off", "a proxy leaves it out", "P is late"])
-def test_loads_without_a_digest_are_counted_as_such(lab: Lab, kind: str, why: str) -> None:
+def test_loads_without_a_digest_are_counted_as_such(
+    stage: Stage, lab: Lab, kind: str, why: str
+) -> None:
     """They are received: nothing is known against them."""
     prefill, decode, _ = PAIRS[kind]
     if why == "P has them off":
         prefill = replace(prefill, settings=(("KVPATCH_DIGEST", "off"),))
-    with Stage(lab) as stage:
-        found = scene(lab, stage, prefill, decode)
-        if why == "P is late":
-            found.prefill.call("keep_from_digests", True)
-        prompt, ask = found.fresh()
-        answer = json.loads(ask.answer)
-        assert (FIELD in answer) == (why != "P has them off")
-        if why == "a proxy leaves it out":
-            del answer[FIELD]
-        found.counted = found.decode.call("checked")
+    found = scene(lab, stage, prefill, decode)
+    if why == "P is late":
+        found.prefill.call("keep_from_digests", True)
+    prompt, ask = found.fresh()
+    answer = json.loads(ask.answer)
+    assert (FIELD in answer) == (why != "P has them off")
+    if why == "a proxy leaves it out":
+        del answer[FIELD]
+    found.counted = found.decode.call("checked")
 
-        found.decode.ask(replace(ask, answer=json.dumps(answer)))
+    found.decode.ask(replace(ask, answer=json.dumps(answer)))
 
-        assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
-        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-        found.assert_counted(**UNCHECKED)
-        if why == "P is late":
-            found.prefill.call("keep_from_digests", False)
+    assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
+    assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+    found.assert_counted(**UNCHECKED)
+    if why == "P is late":
+        found.prefill.call("keep_from_digests", False)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_loads_through_a_host_buffer_are_counted_as_not_checked(lab: Lab, side: str) -> None:
+def test_loads_through_a_host_buffer_are_counted_as_not_checked(
+    stage: Stage, lab: Lab, side: str
+) -> None:
     """Digests do not cover them, on either side."""
     plain, buffered = spec(), spec()
     buffered = replace(
@@ -337,33 +370,31 @@ def test_loads_through_a_host_buffer_are_counted_as_not_checked(lab: Lab, side: 
         settings=(*buffered.settings, ("KVPATCH_HOST_BUFFER", "always")),
         own_scheduler=side == "P",
     )
-    with Stage(lab) as stage:
-        pair = (buffered, plain) if side == "P" else (plain, buffered)
-        found = scene(lab, stage, *pair)
-        prompt, ask = found.fresh()
-        assert (FIELD in json.loads(ask.answer)) == (side == "D")
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
-        found.assert_counted(**UNCHECKED)
+    pair = (buffered, plain) if side == "P" else (plain, buffered)
+    found = scene(lab, stage, *pair)
+    prompt, ask = found.fresh()
+    assert (FIELD in json.loads(ask.answer)) == (side == "D")
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).received == names([prompt])
+    assert found.decode.wrong(prompt)[0] == 0
+    found.assert_counted(**UNCHECKED)
 
 
-def test_stale_bytes_get_no_digest(lab: Lab) -> None:
+def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     """P's lease runs out, and its blocks are another request's, before it has digested them."""
-    with Stage(lab) as stage:
-        found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
-        found.prefill.call("keep_from_digests", True)
-        prompt, ask = found.fresh()
-        found.prefill.call("note_holds")
-        time.sleep(_SHORT_SECONDS + 0.1)
-        assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
-        found.prefill.call("hand_on", prompt.name)
-        found.prefill.call("keep_from_digests", False)
+    found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
+    found.prefill.call("keep_from_digests", True)
+    prompt, ask = found.fresh()
+    found.prefill.call("note_holds")
+    time.sleep(_SHORT_SECONDS + 0.1)
+    assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
+    found.prefill.call("hand_on", prompt.name)
+    found.prefill.call("keep_from_digests", False)
 
-        assert found.prefill.call("make_digests", prompt.name) == "none"
+    assert found.prefill.call("make_digests", prompt.name) == "none"
 
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
 
 
 _STATES = replace(
@@ -379,7 +410,6 @@ _STATES = replace(
     ),
     settings=(("KVPATCH_DIGEST", "all"),),
     patched=True,
-    patches=SLUGS,
 )
 
 
@@ -397,43 +427,44 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
 
 @pytest.mark.parametrize("tokens", [64, 32])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
-def test_recurrent_states_are_checked(lab: Lab, ranks: tuple[int, int], tokens: int) -> None:
+def test_recurrent_states_are_checked(
+    stage: Stage, lab: Lab, ranks: tuple[int, int], tokens: int
+) -> None:
     """A wrong bit in the last layer's fails the load, as one of attention's does."""
-    with Stage(lab) as stage:
-        found = _states_scene(lab, stage, ranks, tokens)
-        found.load_rightly()
-        found.assert_counted(**times(CHECKED, ranks[1]))
+    found = _states_scene(lab, stage, ranks, tokens)
+    found.load_rightly()
+    found.assert_counted(**times(CHECKED, ranks[1]))
 
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
 
-        seen = found.decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
-        assert any("its recurrent state" in line for line in seen.logged)
-        found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
+    seen = found.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    assert any("its recurrent state" in line for line in seen.logged)
+    found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
-def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[int, int]) -> None:
+def test_states_of_other_ranks_are_not_and_attention_is(
+    stage: Stage, lab: Lab, ranks: tuple[int, int]
+) -> None:
     """Each rank has its own share of a state: the load is called unchecked, unless it is wrong."""
-    with Stage(lab) as stage:
-        found = _states_scene(lab, stage, ranks, 64)
-        found.load_rightly()
-        found.assert_counted(**times(UNCHECKED, ranks[1]))
+    found = _states_scene(lab, stage, ranks, 64)
+    found.load_rightly()
+    found.assert_counted(**times(UNCHECKED, ranks[1]))
 
-        prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
-        found.prefill.call("hand_on", prompt.name)
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).failed == names([prompt])
-        found.assert_counted(**times(ALARM, ranks[1]))
+    prompt, ask = found.fresh()
+    assert found.prefill.call("make_digests", prompt.name) == "made"
+    found.prefill.call("hand_on", prompt.name)
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).failed == names([prompt])
+    found.assert_counted(**times(ALARM, ranks[1]))
 
 
-def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) -> None:
+@pytest.mark.on(reads_states_by_latents=True)
+def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage, lab: Lab) -> None:
     """Each of P's ranks has a latent whole, with bits of its own, and D has one of them."""
-    if not FACTS[lab.release].reads_states_by_latents:
-        pytest.skip("this release reads one of P's ranks alone")
     p, d = (
         replace(
             _STATES,
@@ -446,13 +477,12 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) ->
         )
         for size in (2, 1)
     )
-    with Stage(lab) as stage:
-        found = scene(lab, stage, p, d)
-        found.prefill.call("part_copies")
-        for _ in range(3):
-            prompt, ask = found.fresh()
-            assert found.prefill.call("make_digests", prompt.name) == "made"
-            found.decode.ask(ask)
-            seen = found.decode.watch(prompt)
-            assert seen.received == names([prompt]), seen
-        assert found.decode.call("checked")["alarm"] == 0
+    found = scene(lab, stage, p, d)
+    found.prefill.call("part_copies")
+    for _ in range(3):
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.decode.ask(ask)
+        seen = found.decode.watch(prompt)
+        assert seen.received == names([prompt]), seen
+    assert found.decode.call("checked")["alarm"] == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,7 +25,7 @@ from .test_host_buffer import ALWAYS, ROOM, prefilling, stated
 from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce, names
 from .test_staged_reads import late_read
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(stats=True)]
 
 _LOADED = {
     "received": "kvpatch_loads_total received",
@@ -42,12 +41,6 @@ WAYS = {
     "staged": (engine(block_tokens=32), STAGED),
     "host_buffer": (SPEC, replace(SPEC, settings=ALWAYS)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _release_has_metrics(lab: Lab) -> None:
-    if FACTS[lab.release].stats is None:
-        pytest.skip("this release has no metrics of the connector's")
 
 
 @dataclass(frozen=True)
@@ -82,12 +75,6 @@ def _read(stage: Stage, prefill: Actor, decode: Actor, count: int) -> list[Promp
     decode.ask(*prefill.compute(*prompts))
     assert_identical(decode, prompts, count * TOKENS)
     return prompts
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,13 +12,16 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import MIRRORED, Case, EngineSpec
 from .host import Lab
-from .releases import states_block_size
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+def _mirrors(release: str) -> bool:
+    return f"{MIRRORED}: cpu" in FACTS[release].buffer_devices
+
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(has=_mirrors)]
 
 TOKENS = 150
 SPEC = EngineSpec(
@@ -35,17 +38,11 @@ WIDE, RANKS = replace(SPEC, block_tokens=64), replace(SPEC, tp_size=2)
 NHD = replace(SPEC, layout="NHD")
 MLA, FLASHINFER = replace(SPEC, family="mla", head_dim=64), replace(SPEC, family="flashinfer")
 #: kvpatch's own buffer, whose bytes are what it states.
-POOL = replace(SPEC, patched=True, patches=SLUGS, settings=(("KVPATCH_HOST_BUFFER", "always"),))
-
-
-@pytest.fixture(autouse=True)
-def _release_mirrors(lab: Lab) -> None:
-    if not FACTS[lab.release].has_host_buffer_layout:
-        pytest.skip("this release mirrors no such device")
+POOL = replace(SPEC, patched=True, settings=(("KVPATCH_HOST_BUFFER", "always"),))
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return spec if spec.patched else replace(spec, patched=True, patches=SLUGS)
+    return spec if spec.patched else replace(spec, patched=True)
 
 
 def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:
@@ -55,8 +52,7 @@ def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:
 @pytest.mark.parametrize("spec", [SPEC, NHD], ids=["HND", "NHD"])
 def test_like_pair_is_the_releases(lab: Lab, spec: EngineSpec) -> None:
     for pair in [(spec, _on(spec)), (_on(spec), spec), (_on(spec), _on(spec))]:
-        report = lab.run(_case(pair))
-        assert report.outcome == "identical", report
+        lab.run(_case(pair)).must_be("identical")
 
 
 UNLIKE = {
@@ -91,18 +87,14 @@ def test_stock_reads_heads_for_tokens(lab: Lab) -> None:
     """The negative control: without an error, with as many blocks of as many bytes."""
     is_wrong = FACTS[lab.release].cache_shape != "packed"
 
-    report = lab.run(_case(UNLIKE["1 to 2 ranks"]))
-
-    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+    lab.run(_case(UNLIKE["1 to 2 ranks"])).must_be("corrupt" if is_wrong else "identical")
 
 
+@pytest.mark.on(states_block_size=True)
 def test_with_kvpatchs_buffer_on_both_sides_any_blocks_are_read(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release's handshake does not state what sets these apart")
     for pair in [(16, 64), (64, 16)]:
         p, d = (replace(POOL, block_tokens=tokens) for tokens in pair)
-        report = lab.run(_case((p, d)))
-        assert report.outcome == "identical", report
+        lab.run(_case((p, d))).must_be("identical")
 
 
 @pytest.mark.parametrize("spec", [MLA, FLASHINFER], ids=["latents", "blocks first"])

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
-from .releases import meets_one_rank, moves_full_blocks_only
+from .releases import moves_full_blocks_only
 from .stage import Stage
 from .test_failures import STAGED, assert_outlives, assert_served
 from .test_like_pairs import tokens_to_move
 from .test_several_peers import TOKENS, engine, introduce
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(meets_one_rank=True)]
 
 _STAGED = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 18)))
-
-
-@pytest.fixture(autouse=True)
-def _meets_one_rank(lab: Lab) -> None:
-    if not meets_one_rank(lab.release):
-        pytest.skip("this release shakes hands with all ranks itself")
 
 
 def _case(p_tp: int, d_tp: int, p: int = 64, d: int = 64, heads: int = 4, **more: object) -> Case:
@@ -52,19 +43,14 @@ _CASES = {
 def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
     case = _CASES[name]
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_spoilt_heads_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
     case = _CASES["one block size"]
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
+    lab.on_d(case, sabotage=sabotage).must_be("corrupt")
 
 
 def test_stock_does_not_read_them(lab: Lab) -> None:
@@ -75,19 +61,10 @@ def test_stock_does_not_read_them(lab: Lab) -> None:
 def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
     case = _case(3, 2, heads=6)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "that is a multiple of the decode side's" in report.detail, report
+    lab.on_d(case).must_be("refused", "that is a multiple of the decode side's")
 
 
 # -- what becomes of requests --------------------------------------------------
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 @pytest.mark.one_per_generation

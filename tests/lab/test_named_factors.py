@@ -11,14 +11,13 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 from kvpatch.peer.accepted_peers import ALIKE
 
 from .case import Case, EngineSpec, Report
 from .disguise import settings
 from .host import Lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(states_hash=True)]
 
 SPEC = EngineSpec(dtype="float32", block_tokens=32)
 TOKENS = 107
@@ -26,12 +25,6 @@ VERSION, BACKEND = "vllm_version", "attn_backend"
 _FORGED = "0" * 64
 #: How a refusal begins that names nothing.
 _NAMELESS = "P's compatibility hash is not ours, and no version of vLLM and no attention backend"
-
-
-@pytest.fixture(autouse=True)
-def _release_has_a_hash(lab: Lab) -> None:
-    if not FACTS[lab.release].states_hash:
-        pytest.skip("this release's handshake has no hash")
 
 
 def another(release: str) -> str:
@@ -76,7 +69,7 @@ def pair(p: EngineSpec = SPEC, d: EngineSpec = SPEC, accept: str = "", **disguis
     accepted = (("KVPATCH_ACCEPT", accept),) if accept else ()
     decode = replace(d, planned_blocks=24, settings=(*d.settings, *accepted))
     case = Case("disguised", prefill, decode, prompt_tokens=TOKENS)
-    return case.patched(*SLUGS, prefill=False)
+    return case.patched(prefill=False)
 
 
 def assert_refused(report: Report, *sentences: str) -> None:
@@ -169,10 +162,9 @@ def test_unlike_blocks_of_an_accepted_backend_are_read_where_they_are_alike(lab:
         assert_refused(report, "cannot be read")
 
 
+@pytest.mark.on(names_layouts=False)
 def test_keys_by_column_are_not_taken_for_rows(lab: Lab) -> None:
     """Blocks of as many bytes, with other bytes in them: what leaving out the hash would read."""
-    if FACTS[lab.release].names_layouts:
-        pytest.skip("this release's are read, see test_unlike_backends.py")
     report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
     assert_refused(report, "blocks of CPU_ATTN", "use one attention backend on both sides")
 

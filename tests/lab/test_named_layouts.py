@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
-from .case import Case, EngineSpec, Report, Sabotage
+from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import has_named_layouts
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(names_layouts=True)]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PAIRS = list(itertools.product(LAYOUTS, repeat=2))
-
-
-@pytest.fixture(autouse=True)
-def _named(lab: Lab) -> None:
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
 
 
 def _case(
@@ -39,92 +31,9 @@ def _case(
     spec = replace(spec, **common)  # type: ignore[arg-type]
     prefill = replace(spec, layout=p_layout, block_tokens=p_tokens)
     decode = replace(spec, layout=d_layout, block_tokens=d_tokens)
-    name = f"P {p_layout} {p_tokens}, D {d_layout} {d_tokens}"
+    named = ", ".join(f"{name} {value}" for name, value in common.items())
+    name = f"P {p_layout} {p_tokens}, D {d_layout} {d_tokens}, {hit} cached {named}"
     return Case(name, prefill, decode, prompt_tokens=150, prefix_hit_tokens=hit)
-
-
-def _run(lab: Lab, case: Case, **settings: Sabotage) -> Report:
-    return lab.run(case.patched(*SLUGS, prefill=False), **settings)
-
-
-@pytest.mark.parametrize(("p_layout", "d_layout"), PAIRS)
-def test_any_layout_is_read_into_any(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, _case(p_layout, d_layout))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == 150
-
-
-@pytest.mark.parametrize(
-    ("p_layout", "p_tokens", "d_layout", "d_tokens"),
-    [
-        ("LHBNC", 32, "BLNHC", 32),
-        ("BHLNC", 32, "LBNHC", 32),
-        ("BLNHC", 96, "BHLNC", 64),
-        ("LHBNC", 96, "LHBNC", 64),
-        ("BHLNC", 16, "LHBNC", 128),
-        ("BLNHC", 128, "BLHNC", 16),
-    ],
-)
-def test_other_block_sizes_and_a_prefix_hit(
-    lab: Lab, p_layout: str, p_tokens: int, d_layout: str, d_tokens: int
-) -> None:
-    report = _run(lab, _case(p_layout, d_layout, p_tokens, d_tokens, hit=d_tokens))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == 150 - d_tokens
-
-
-@pytest.mark.parametrize(
-    ("p_layout", "p_tp", "d_layout", "d_tp", "d_tokens"),
-    [
-        ("BHLNC", 1, "LBHNC", 2, 64),
-        ("BHLNC", 1, "BHLNC", 2, 32),
-        ("LHBNC", 1, "BLNHC", 2, 64),
-        ("BLNHC", 2, "LHBNC", 1, 64),
-        ("LHBNC", 2, "LHBNC", 1, 32),
-    ],
-)
-def test_unlike_ranks(
-    lab: Lab, p_layout: str, p_tp: int, d_layout: str, d_tp: int, d_tokens: int
-) -> None:
-    case = _case(p_layout, d_layout, 32, d_tokens)
-    prefill = replace(case.prefill, tp_size=p_tp)
-    report = _run(lab, replace(case, prefill=prefill, decode=replace(case.decode, tp_size=d_tp)))
-
-    assert report.outcome == "identical", report
-
-
-def test_one_head_a_rank(lab: Lab) -> None:
-    """A single head's page is in one piece in every layout; 0.29 does not notice it."""
-    for p_layout, d_layout in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC"), ("BLNHC", "BHLNC")):
-        report = _run(lab, _case(p_layout, d_layout, kv_heads=1))
-        assert report.outcome == "identical", (p_layout, d_layout, report)
-
-
-@pytest.mark.parametrize(
-    ("p_layout", "d_layout"),
-    [("BHLNC", "LBHNC"), ("LBHNC", "BHLNC"), ("BLNHC", "BLHNC"), ("LHBNC", "BLNHC")],
-)
-def test_latents(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, _case(p_layout, d_layout, family="mla", head_dim=64))
-
-    assert report.outcome == "identical", report
-
-
-def test_layers_beyond_ten(lab: Lab) -> None:
-    """Sorted as names, the eleventh layer would come before the third."""
-    for p_layout, d_layout in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC")):
-        report = _run(lab, _case(p_layout, d_layout, layers=12))
-        assert report.outcome == "identical", (p_layout, d_layout, report)
-
-
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = _run(lab, _case("LHBNC", "BLHNC"), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
 
 
 def _groups(layout: str, tokens: int) -> EngineSpec:
@@ -134,35 +43,69 @@ def _groups(layout: str, tokens: int) -> EngineSpec:
     )
 
 
-@pytest.mark.parametrize(
-    ("p_layout", "d_layout"),
-    [("LHBNC", "LBHNC"), ("LBHNC", "LHBNC"), ("LBHNC", "BHLNC"), ("BLHNC", "BLNHC")],
-)
-def test_several_cache_groups(lab: Lab, p_layout: str, d_layout: str) -> None:
-    report = _run(lab, Case("groups", _groups(p_layout, 32), _groups(d_layout, 64), 300))
+def _case_of_groups(p: str, d: str) -> Case:
+    return Case(f"groups, P {p}, D {d}", _groups(p, 32), _groups(d, 64), 300)
 
-    assert report.outcome == "identical", report
+
+def _of(case: Case, prefill: dict[str, object], decode: dict[str, object]) -> Case:
+    """The same case, of which sides have these."""
+    return replace(
+        case,
+        name=f"{case.name}, {[*prefill.values()]} to {[*decode.values()]}",
+        prefill=replace(case.prefill, **prefill),  # type: ignore[arg-type]
+        decode=replace(case.decode, **decode),  # type: ignore[arg-type]
+    )
+
+
+def _identical() -> Iterator[Case]:
+    """Any layout into any; some with other blocks and a hit, ranks, heads, ways to read."""
+    yield from (_case(*pair) for pair in PAIRS)
+    for p, p_tokens, d, d_tokens in (
+        ("LHBNC", 32, "BLNHC", 32),
+        ("BHLNC", 32, "LBNHC", 32),
+        ("BLNHC", 96, "BHLNC", 64),
+        ("LHBNC", 96, "LHBNC", 64),
+        ("BHLNC", 16, "LHBNC", 128),
+        ("BLNHC", 128, "BLHNC", 16),
+    ):
+        yield _case(p, d, p_tokens, d_tokens, hit=d_tokens)
+    for p, p_tp, d, d_tp, d_tokens in (
+        ("BHLNC", 1, "LBHNC", 2, 64),
+        ("BHLNC", 1, "BHLNC", 2, 32),
+        ("LHBNC", 1, "BLNHC", 2, 64),
+        ("BLNHC", 2, "LHBNC", 1, 64),
+        ("LHBNC", 2, "LHBNC", 1, 32),
+    ):
+        yield _of(_case(p, d, 32, d_tokens), {"tp_size": p_tp}, {"tp_size": d_tp})
+    # A single head's page is in one piece in every layout; 0.29 does not notice it.
+    for pair in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC"), ("BLNHC", "BHLNC")):
+        yield _case(*pair, kv_heads=1)
+    for pair in (("BHLNC", "LBHNC"), ("LBHNC", "BHLNC"), ("BLNHC", "BLHNC"), ("LHBNC", "BLNHC")):
+        yield _case(*pair, family="mla", head_dim=64)
+    # Sorted as names, the eleventh layer would come before the third.
+    for pair in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC")):
+        yield _case(*pair, layers=12)
+    for pair in (("LHBNC", "LBHNC"), ("LBHNC", "LHBNC"), ("LBHNC", "BHLNC"), ("BLHNC", "BLNHC")):
+        yield _case_of_groups(*pair)
+    for pair in (("LHBNC", "BLNHC"), ("BHLNC", "LHBNC"), ("BLNHC", "BHLNC"), ("BHLNC", "LBNHC")):
+        for way in ("direct", "staged"):
+            yield _of(_case(*pair, 96, 64), {}, {"settings": (("KVPATCH_TRANSFER", way),)})
+
+
+@pytest.mark.parametrize("case", list(_identical()), ids=lambda case: case.name)
+def test_it_is_identical(lab: Lab, case: Case) -> None:
+    lab.on_d(case).must_be("identical", moved=case.prompt_tokens - case.prefix_hit_tokens)
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    lab.on_d(_case("LHBNC", "BLHNC"), sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize("p_layout", ["BLNHC", "BHLNC"])
 def test_rows_of_several_cache_groups(lab: Lab, p_layout: str) -> None:
     """Every group's layers follow one another from a row's beginning, as the plan has them."""
-    case = Case("groups", _groups(p_layout, 32), _groups("LBHNC", 64), 300)
+    case = _case_of_groups(p_layout, "LBHNC")
 
-    report = _run(lab, case)
-
-    assert report.outcome == "identical", report
-    assert _run(lab, case, sabotage="skip_layer").outcome == "corrupt"
-
-
-@pytest.mark.parametrize("way", ["direct", "staged"])
-@pytest.mark.parametrize(
-    ("p_layout", "d_layout"),
-    [("LHBNC", "BLNHC"), ("BHLNC", "LHBNC"), ("BLNHC", "BHLNC"), ("BHLNC", "LBNHC")],
-)
-def test_either_way_of_reading(lab: Lab, p_layout: str, d_layout: str, way: str) -> None:
-    case = _case(p_layout, d_layout, 96, 64)
-    decode = replace(case.decode, settings=(("KVPATCH_TRANSFER", way),))
-    report = _run(lab, replace(case, decode=decode))
-
-    assert report.outcome == "identical", report
+    lab.on_d(case).must_be("identical")
+    lab.on_d(case, "skip_layer").must_be("corrupt")

@@ -8,23 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import RELEASES
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .namespaces import Line, NoNamespaces, line
+from .releases import newest
 from .stage import Stage
 from .test_failures import STAGED, assert_failed_alone, untouched
 from .test_several_peers import TOKENS, assert_identical, engine, held, loaded
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _newest_release(lab: Lab) -> None:
-    if lab.release != RELEASES[-1]:
-        pytest.skip("the line is below every release, and one release shows it")
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=lambda release: release == newest()),
+]
 
 
 @contextmanager
@@ -47,7 +43,7 @@ def test_a_line_that_is_slow_and_loses_packets(lab: Lab, transfer: str) -> None:
     d = EngineSpec(block_tokens=64, settings=forced)
     with _line_or_skip(delay_seconds=0.02, loss=0.01) as made:
         case = Case("far away", _at(made, 0, p), _at(made, 1, d), prompt_tokens=300, n_requests=4)
-        case = case.patched(*SLUGS, prefill=False)
+        case = case.patched(prefill=False)
 
         report = lab.run(case)
         spoilt = lab.run(case, sabotage="shift_block")

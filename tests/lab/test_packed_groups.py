@@ -12,25 +12,14 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-from tests.releases import kvcached
-
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
-from .releases import has_named_layouts
 from .test_cache_groups import engine_of
 from .test_kvcached_groups import SHAPES
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(names_layouts=True)]
 
 _UNLIKE = ("windows of 64 tokens", "full attention of 64 tokens")
-
-
-@pytest.fixture(autouse=True)
-def _named(lab: Lab) -> None:
-    kvcached.fetch(kvcached.NEWEST)
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no named layouts")
 
 
 def _spec(shape: str, layout: str, block_tokens: int = 32) -> EngineSpec:
@@ -54,7 +43,7 @@ def _spec(shape: str, layout: str, block_tokens: int = 32) -> EngineSpec:
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, patched=True, patches=SLUGS)
+    return replace(spec, patched=True)
 
 
 def _run(lab: Lab, p: EngineSpec, d: EngineSpec, sabotage: Sabotage | None = None) -> Report:
@@ -77,20 +66,14 @@ def _run(lab: Lab, p: EngineSpec, d: EngineSpec, sabotage: Sabotage | None = Non
 def test_packed_pages_are_read(lab: Lab, shape: str, p: str, p_tokens: int, d: str) -> None:
     prefill, decode = _spec(shape, p, p_tokens), _on(_spec(shape, d))
 
-    report = _run(lab, prefill, decode)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == 300 - 64
+    _run(lab, prefill, decode).must_be("identical", moved=300 - 64)
 
 
 @pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     spec = _spec("full attention of 64 tokens", "BLNHC")
 
-    report = _run(lab, spec, _on(spec), sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    _run(lab, spec, _on(spec), sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
@@ -109,8 +92,4 @@ def test_stock_leaves_the_ends_of_pages_out(lab: Lab, layout: str) -> None:
 def test_pages_of_one_size_are_in_other_groups(lab: Lab, p: str, d: str) -> None:
     prefill, decode = (_on(_spec("windows of 64 tokens", layout)) for layout in (p, d))
 
-    report = _run(lab, prefill, decode)
-
-    assert report.outcome == "refused", report
-    assert "groups" in report.detail
-    assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in report.detail
+    _run(lab, prefill, decode).must_be("refused", "groups", "KVCACHED_CONTIGUOUS_LAYOUT=false")

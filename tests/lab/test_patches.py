@@ -91,9 +91,7 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
     )
     case = Case("split halves", prefill, decode, prompt_tokens=192)
 
-    report = lab.run(case.patched())
-
-    assert report.outcome == "identical", report
+    lab.run(case.patched()).must_be("identical")
     assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 

@@ -18,7 +18,7 @@ from tests.releases.cache import tree
 from .backend_shapes import CLASSES, MAY_BE_MISSING
 from .host import ANCESTOR, Lab, environment
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(cache_shape="packed")]
 
 
 @cache
@@ -34,8 +34,6 @@ def _shapes(release: str) -> dict[str, Any]:
 
 def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
     facts = FACTS[lab.release]
-    if facts.cache_shape != "packed":
-        pytest.skip("caches are planned for from 0.26 on")
     found = _shapes(lab.release)
 
     assert found.keys() | set(MAY_BE_MISSING) == CLASSES.keys() == BACKENDS.keys()
@@ -55,8 +53,6 @@ def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
 
 def test_negative_control_another_releases_cache_is_noticed(lab: Lab) -> None:
     """FlashAttention's and latents' dimensions are not each other's."""
-    if FACTS[lab.release].cache_shape != "packed":
-        pytest.skip("caches are planned for from 0.26 on")
     shape = _shapes(lab.release)["FLASH_ATTN"]
     orders = {name: BACKENDS[name].order(FACTS[lab.release]) for name in ("FLASH_ATTN", "FLASHMLA")}
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 from kvpatch.tools.planning.pair import Outcome
 from kvpatch.tools.planning.verdicts import verdicts
 from tests.planning.cells import PLAYED, pair_of
@@ -21,13 +20,7 @@ from .case import Case, EngineSpec, Family
 from .host import Lab
 from .stage import Raised, Stage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _release_is_planned_for(lab: Lab) -> None:
-    if FACTS[lab.release].cache_shape != "packed":
-        pytest.skip("pairs are planned for from 0.26 on")
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(cache_shape="packed")]
 
 
 def _engine(family: Family = "flash", **changes: Any) -> EngineSpec:
@@ -86,7 +79,7 @@ def test_a_refused_load_of_several_cache_groups(lab: Lab, name: str, tmp_path: P
     case = Case(f"windows, other {name}", replace(windows, **changes), windows, 150)
 
     _same(lab, case, tmp_path)
-    seen = lab.run(case.patched(*SLUGS, prefill=False))
+    seen = lab.on_d(case)
 
     assert seen.outcome == "identical", seen
 
@@ -111,7 +104,7 @@ def test_hybrid_models_over_unlike_ranks(
     case = Case(f"{kind}, {ranks} ranks, {tokens} tokens", *sides, 150)
     _, judged = verdicts(pair_of(case, lab.release, tmp_path))
 
-    seen = lab.run(case.patched(*SLUGS, prefill=False))
+    seen = lab.on_d(case)
 
     if FACTS[lab.release].joins_in_groups and ranks == (2, 1) and tokens == (32, 64):
         _ends_at_the_next(lab, case, tmp_path)

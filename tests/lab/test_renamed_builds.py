@@ -55,8 +55,8 @@ def test_it_moves_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     unlike = next(c for c in cases(Dimensions(), 20) if c.prefill.block_tokens == 32)
     with _lab(tmp_path, monkeypatch, {}) as lab:
         stock = lab.run(unlike)
-        found = [lab.run(case.patched(*SLUGS)) for case in (_LIKE, unlike)]
-        spoilt = lab.run(_LIKE.patched(*SLUGS), sabotage="shift_block")
+        found = [lab.run(case.patched()) for case in (_LIKE, unlike)]
+        spoilt = lab.run(_LIKE.patched(), sabotage="shift_block")
         logs = _logs(lab)
 
     assert stock.outcome != "identical", stock
@@ -96,7 +96,7 @@ def test_a_patch_whose_code_has_moved_is_refused_alone(
     )
     assert changed != text
     with _lab(tmp_path, monkeypatch, {_STATS: changed}) as lab:
-        refused = lab.run(_LIKE.patched(*SLUGS))
+        refused = lab.run(_LIKE.patched())
         served = lab.run(_LIKE.patched(*(slug for slug in SLUGS if slug != "metrics")))
 
     assert "PatchRefused" in refused.detail and "KVPATCH_DISABLE=metrics" in refused.detail

@@ -8,16 +8,17 @@ from types import MappingProxyType
 
 import pytest
 
-from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
-
 from .case import EngineSpec
 from .host import Lab
 from .releases import registers_cpu_caches
 from .stage import Actor, Raised, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, names
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(reorders_for_cpu=True, has=registers_cpu_caches),
+]
 
 TOKENS = 150
 #: Their backends differ, and so do their hashes.
@@ -26,25 +27,11 @@ DIGESTS = (("KVPATCH_DIGEST", "all"),)
 
 
 def spec(**more: object) -> EngineSpec:
-    more = {"settings": (*SPEC.settings, *DIGESTS), "patched": True, "patches": SLUGS, **more}
+    more = {"settings": (*SPEC.settings, *DIGESTS), "patched": True, **more}
     return replace(SPEC, **more)  # type: ignore[arg-type]
 
 
 CPU = spec(family="cpu")
-
-
-@pytest.fixture(autouse=True)
-def _release_reorders(lab: Lab) -> None:
-    if not FACTS[lab.release].reorders_for_cpu:
-        pytest.skip("this release does not reorder them")
-    if not registers_cpu_caches(lab.release):
-        pytest.skip("this release's worker does not register a CPU backend's cache")
-
-
-@pytest.fixture
-def _serves_rows(lab: Lab) -> None:
-    if FACTS[lab.release].ends_by_reordering:
-        pytest.skip("this release ends by reordering them")
 
 
 @dataclass(frozen=True)
@@ -79,11 +66,12 @@ def play(stage: Stage, decode: EngineSpec) -> Scene:
 
 
 @pytest.fixture
-def scene(lab: Lab, _serves_rows: None) -> Iterator[Scene]:
+def scene(lab: Lab) -> Iterator[Scene]:
     with Stage(lab) as stage:
         yield play(stage, CPU)
 
 
+@pytest.mark.on(ends_by_reordering=False)
 def test_loads_of_each_peer_are_what_it_held_in_any_order(scene: Scene) -> None:
     """The one with rows sets the worker's flag for good."""
     introduced = (scene.like, scene.larger, scene.rows)
@@ -95,6 +83,7 @@ def test_loads_of_each_peer_are_what_it_held_in_any_order(scene: Scene) -> None:
         assert (wrong, total > 0) == (0, True), prefill.spec
 
 
+@pytest.mark.on(ends_by_reordering=False)
 def test_loads_of_several_peers_at_once(scene: Scene) -> None:
     """Those of one peer's that arrive in the step of another's."""
     peers = (scene.rows, scene.like, scene.larger)
@@ -107,6 +96,7 @@ def test_loads_of_several_peers_at_once(scene: Scene) -> None:
         assert_identical(scene.decode, prompts, len(prompts) * TOKENS)
 
 
+@pytest.mark.on(ends_by_reordering=False)
 def test_what_is_reordered_is_not_checked_and_all_else_is(scene: Scene) -> None:
     """P's digests are of its own bytes, which a CPU's are not behind the reordering."""
     scene.load(scene.rows)
@@ -120,21 +110,19 @@ def test_what_is_reordered_is_not_checked_and_all_else_is(scene: Scene) -> None:
     assert scene.checked()["checked"] == after_rows["checked"] + 2
 
 
-@pytest.mark.usefixtures("_serves_rows")
-def test_stock_reorders_its_like_once_it_has_met_another(lab: Lab) -> None:
+@pytest.mark.on(ends_by_reordering=False)
+def test_stock_reorders_its_like_once_it_has_met_another(stage: Stage) -> None:
     """The negative control: it is what goes wrong without kvpatch, and it is seen."""
-    with Stage(lab) as stage:
-        scene = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
-        assert scene.load(scene.like)[0] == 0
-        assert scene.load(scene.rows)[0] == 0
-        wrong, total = scene.load(scene.like)
-        assert wrong > total // 3, "keys, and values where they are in one row with them"
+    scene = play(stage, replace(CPU, patched=False, settings=SPEC.settings))
+    assert scene.load(scene.like)[0] == 0
+    assert scene.load(scene.rows)[0] == 0
+    wrong, total = scene.load(scene.like)
+    assert wrong > total // 3, "keys, and values where they are in one row with them"
 
 
+@pytest.mark.on(ends_by_reordering=True)
 def test_rows_that_would_end_d_are_refused(lab: Lab) -> None:
     """0.26.0 takes another dimension for that of blocks."""
-    if not FACTS[lab.release].ends_by_reordering:
-        pytest.skip("this release reorders them")
     with Stage(lab) as stage:
         scene = play(stage, CPU)
         prompt = stage.prompt(TOKENS)
@@ -142,5 +130,5 @@ def test_rows_that_would_end_d_are_refused(lab: Lab) -> None:
         assert scene.decode.watch(prompt).failed == names([prompt])
         assert scene.load(scene.like)[0] == 0
     with Stage(lab) as stage, pytest.raises(Raised, match="out of DATA bounds"):
-        stock = play(stage, replace(CPU, patched=False, patches=(), settings=SPEC.settings))
+        stock = play(stage, replace(CPU, patched=False, settings=SPEC.settings))
         stock.load(stock.rows)

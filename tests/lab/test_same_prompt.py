@@ -17,13 +17,13 @@ from packaging.version import Version
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD_OF_HOLD
 from kvpatch.load.stated_prompt import FIELD
-from kvpatch.patches import SLUGS
 
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, EngineSpec
 from .engine_api import Ask, Prompt, Served
 from .host import Lab
 from .releases import newest
 from .scheduler import TO_BE_READ
+from .selection import in_turns, some_of
 from .stage import Actor, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -96,10 +96,7 @@ class Pair:
 def _pair(stage: Stage, prefill: EngineSpec, decode: EngineSpec) -> Pair:
     said = ((PEER_BLOCK_SIZE, str(prefill.block_tokens)), (PEER_LAYOUT, prefill.layout))
     decode = replace(decode, settings=(*decode.settings, *said))
-    actors = [
-        stage.start(replace(spec, patches=SLUGS if spec.patched else ()))
-        for spec in (prefill, decode)
-    ]
+    actors = [stage.start(spec) for spec in (prefill, decode)]
     pair = Pair(stage, *actors)
     ask = pair.prefilled(stage.prompt(_TOKENS))
     assert pair.decoded(stage.prompt(_TOKENS), "").status == _FINISHED
@@ -133,9 +130,9 @@ def beside_stock(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield _pair(stage, replace(prefill, patched=False), decode)
 
 
-@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
-@pytest.mark.parametrize("tokens", [_TOKENS, _BORDER])
-@pytest.mark.parametrize("more", _LENGTHS)
+@pytest.mark.parametrize(
+    ("more", "tokens", "hit"), some_of(_LENGTHS, (_TOKENS, _BORDER), (0, 2 * _BLOCK))
+)
 def test_other_lengths(pair: Pair, more: int, tokens: int, hit: int) -> None:
     """D loads what both prompts have in common, and computes the rest."""
     ask = pair.prefilled(pair.stage.prompt(tokens))
@@ -166,8 +163,7 @@ def test_another_token(pair: Pair, edit: int, more: int) -> None:
     pair.assert_right(plain)
 
 
-@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
-@pytest.mark.parametrize("more", _LENGTHS)
+@pytest.mark.parametrize(("more", "hit"), in_turns(_LENGTHS, (0, 2 * _BLOCK)))
 def test_other_lengths_beside_a_stock_p(
     lab: Lab, beside_stock: Pair, more: int, hit: int, request: pytest.FixtureRequest
 ) -> None:
@@ -213,55 +209,52 @@ def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
     pair.assert_right(ask.prompt)
 
 
-def test_a_longer_prompt_behind_a_shorter_one(lab: Lab) -> None:
+def test_a_longer_prompt_behind_a_shorter_one(stage: Stage, lab: Lab) -> None:
     """A list that is longer than D's prompt does not make a known peer an unknown one."""
     prefill, decode = _specs(lab, "like")
-    with Stage(lab) as stage:
-        pair = _pair(stage, replace(prefill, patched=False), decode)
-        for more in (-20, 20):
-            ask = pair.prefilled(stage.prompt(_TOKENS))
-            prompt = pair.like(ask.prompt, _TOKENS + more)
-            assert pair.decoded(prompt, ask.answer).status == _FINISHED
-            pair.assert_right(prompt)
-
-
-@pytest.mark.parametrize("model", ["windows", "states"])
-@pytest.mark.parametrize("kind", ["like", "unlike"])
-def test_windows_and_states(lab: Lab, kind: str, model: str) -> None:
-    """A state is one behind all of P's tokens; a window may have let go of earlier ones."""
-    with Stage(lab) as stage:
-        pair = _pair(stage, *_specs(lab, kind, model))
-        for more in _SOME_LENGTHS:
-            ask = pair.prefilled(stage.prompt(_TOKENS))
-            prompt = pair.like(ask.prompt, _TOKENS + more)
-            served = pair.decoded(prompt, ask.answer)
-            assert served.status == _FINISHED, more
-            if not more:
-                assert served.computed < _TOKENS, "it is loaded"
-            pair.assert_right(prompt)
+    pair = _pair(stage, replace(prefill, patched=False), decode)
+    for more in (-20, 20):
         ask = pair.prefilled(stage.prompt(_TOKENS))
-        prompt = pair.like(ask.prompt, edits=[70])
+        prompt = pair.like(ask.prompt, _TOKENS + more)
         assert pair.decoded(prompt, ask.answer).status == _FINISHED
         pair.assert_right(prompt)
 
 
+@pytest.mark.parametrize("model", ["windows", "states"])
+@pytest.mark.parametrize("kind", ["like", "unlike"])
+def test_windows_and_states(stage: Stage, lab: Lab, kind: str, model: str) -> None:
+    """A state is one behind all of P's tokens; a window may have let go of earlier ones."""
+    pair = _pair(stage, *_specs(lab, kind, model))
+    for more in _SOME_LENGTHS:
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        prompt = pair.like(ask.prompt, _TOKENS + more)
+        served = pair.decoded(prompt, ask.answer)
+        assert served.status == _FINISHED, more
+        if not more:
+            assert served.computed < _TOKENS, "it is loaded"
+        pair.assert_right(prompt)
+    ask = pair.prefilled(stage.prompt(_TOKENS))
+    prompt = pair.like(ask.prompt, edits=[70])
+    assert pair.decoded(prompt, ask.answer).status == _FINISHED
+    pair.assert_right(prompt)
+
+
 @pytest.mark.parametrize("more", _SOME_LENGTHS + (-7, _BLOCK))
-def test_a_cache_that_kvpatch_does_not_read_into(lab: Lab, more: int) -> None:
+def test_a_cache_that_kvpatch_does_not_read_into(stage: Stage, lab: Lab, more: int) -> None:
     """The release reads it, by lists that end with the tokens that are loaded."""
     if Version("0.18") <= Version(lab.release) < Version("0.24"):
         pytest.skip("stock does not register layers that share a cache")
     prefill, _ = _specs(lab, "like")
     spec = replace(prefill, sharing_layers=1)
-    with Stage(lab) as stage:
-        pair = _pair(stage, spec, spec)
-        if lab.release == newest():
-            assert not pair.decode.call("has_reader")
-        for hit in (0, 2 * _BLOCK):
-            ask = pair.prefilled(stage.prompt(_TOKENS))
-            prompt = pair.like(ask.prompt, _TOKENS + more)
-            pair.seed(prompt, hit)
-            assert pair.decoded(prompt, ask.answer).status == _FINISHED
-            pair.assert_right(prompt)
+    pair = _pair(stage, spec, spec)
+    if lab.release == newest():
+        assert not pair.decode.call("has_reader")
+    for hit in (0, 2 * _BLOCK):
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        prompt = pair.like(ask.prompt, _TOKENS + more)
+        pair.seed(prompt, hit)
+        assert pair.decoded(prompt, ask.answer).status == _FINISHED
+        pair.assert_right(prompt)
 
 
 @pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
@@ -289,23 +282,21 @@ def _waits_for_first(lab: Lab, ask: Ask) -> bool:
     return facts.can_answer_later and is_named
 
 
-def test_a_second_request_renews_no_lease(lab: Lab) -> None:
+@pytest.mark.on(grants_leases=True)  # else: <= 0.21 no lease is renewed
+def test_a_second_request_renews_no_lease(stage: Stage, lab: Lab) -> None:
     """It does not read what P keeps; the first one's lease is renewed until that is loaded."""
-    if not FACTS[lab.release].grants_leases:
-        pytest.skip("<= 0.21 no lease is renewed")
     prefill, decode = _specs(lab, "like")
-    with Stage(lab) as stage:
-        pair = _pair(stage, prefill, replace(decode, step_tokens=48))
-        ask = pair.prefilled(stage.prompt(_TOKENS))
-        second, retry = pair.like(ask.prompt), pair.like(ask.prompt, edits=[0])
-        assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
-        assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
-        assert pair.decode.call("renewed_leases") == [ask.prompt.name]
+    pair = _pair(stage, prefill, replace(decode, step_tokens=48))
+    ask = pair.prefilled(stage.prompt(_TOKENS))
+    second, retry = pair.like(ask.prompt), pair.like(ask.prompt, edits=[0])
+    assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
+    assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
+    assert pair.decode.call("renewed_leases") == [ask.prompt.name]
 
-        assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
-        assert pair.decode.call("renewed_leases") == []
-        assert pair.decode.call("receive", Ask(retry, ask.answer)) == "RUNNING"
-        assert pair.decode.call("renewed_leases") == []
+    assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
+    assert pair.decode.call("renewed_leases") == []
+    assert pair.decode.call("receive", Ask(retry, ask.answer)) == "RUNNING"
+    assert pair.decode.call("renewed_leases") == []
 
 
 def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
@@ -336,12 +327,11 @@ def test_a_second_request_that_is_given_up_in_the_queue(lab: Lab, pair: Pair) ->
     assert pair.decode.wrong(ask.prompt)[0] == 0
 
 
+@pytest.mark.on(names_remote_request=True)  # else: an answer has no name
 def test_a_retry_of_what_was_given_up_in_the_queue(lab: Lab, beside_stock: Pair) -> None:
     """P was told, and has given the blocks to another request; it says nothing of it."""
     pair = beside_stock
     (ask,) = pair.prefill.compute(pair.stage.prompt(_TOKENS))
-    if not FACTS[lab.release].names_remote_request:
-        pytest.skip("an answer has no name")
     assert pair.decode.call("give_up_in_queue", ask)
     pair.decode.call("tick")
     assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}
@@ -354,33 +344,33 @@ def test_a_retry_of_what_was_given_up_in_the_queue(lab: Lab, beside_stock: Pair)
     assert pair.decode.wrong(again)[0] == 0
 
 
-def test_tokens_that_must_be_shown(lab: Lab) -> None:
+def test_tokens_that_must_be_shown(stage: Stage, lab: Lab) -> None:
     """With KVPATCH_REQUIRE_TOKENS a prompt without hashes is computed, and one with is loaded."""
     prefill, decode = _specs(lab, "like")
     decode = replace(decode, settings=(*decode.settings, ("KVPATCH_REQUIRE_TOKENS", "true")))
-    with Stage(lab) as stage:
-        pair = _pair(stage, prefill, decode)
-        for is_passed_on in (True, False):
-            ask = pair.prefilled(stage.prompt(_TOKENS))
-            answer = json.loads(ask.answer)
-            if not is_passed_on:
-                assert answer.pop(FIELD)
-            served = pair.decoded(ask.prompt, json.dumps(answer))
-            assert served.status == _FINISHED
-            assert (served.computed < _TOKENS) == is_passed_on
-            pair.assert_right(ask.prompt)
+    pair = _pair(stage, prefill, decode)
+    for is_passed_on in (True, False):
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        answer = json.loads(ask.answer)
+        if not is_passed_on:
+            assert answer.pop(FIELD)
+        served = pair.decoded(ask.prompt, json.dumps(answer))
+        assert served.status == _FINISHED
+        assert (served.computed < _TOKENS) == is_passed_on
+        pair.assert_right(ask.prompt)
 
 
 @pytest.mark.parametrize(("more", "edits"), [(-10, []), (0, [70])])
-def test_stock_takes_them_for_ps_prompt(lab: Lab, more: int, edits: list[int]) -> None:
+def test_stock_takes_them_for_ps_prompt(
+    stage: Stage, lab: Lab, more: int, edits: list[int]
+) -> None:
     """The negative control: what is mended here, and that the test sees it."""
     prefill, decode = _specs(lab, "like")
-    with Stage(lab) as stage:
-        pair = _pair(stage, replace(prefill, patched=False), replace(decode, patched=False))
-        ask = pair.prefilled(stage.prompt(_TOKENS))
-        prompt = pair.like(ask.prompt, _TOKENS + more, edits)
-        assert pair.decoded(prompt, ask.answer).status == _FINISHED
-        again = pair.like(prompt, edits=edits)
-        assert pair.decoded(again).status == _FINISHED
-        assert pair.decode.wrong(prompt)[0] > 0
-        assert pair.decode.wrong(again)[0] > 0, "it is in D's prefix cache"
+    pair = _pair(stage, replace(prefill, patched=False), replace(decode, patched=False))
+    ask = pair.prefilled(stage.prompt(_TOKENS))
+    prompt = pair.like(ask.prompt, _TOKENS + more, edits)
+    assert pair.decoded(prompt, ask.answer).status == _FINISHED
+    again = pair.like(prompt, edits=edits)
+    assert pair.decoded(again).status == _FINISHED
+    assert pair.decode.wrong(prompt)[0] > 0
+    assert pair.decode.wrong(again)[0] > 0, "it is in D's prefix cache"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from tests.conftest import release_of, unit_of
+from tests.conftest import part_of, release_of, unit_of
+from tests.progress import Progress
 
-from .selection import Share, name_without, on_every_release, share
+from .releases import ends_of_generations
+from .selection import Share, on_every_release, share
 
 pytestmark = pytest.mark.lab
 pytest_plugins = ("pytester",)
@@ -16,24 +18,13 @@ _PARTS = 6
 _TESTS = [f"test_x.py::test_y[{number}]" for number in range(40)]
 
 
-@pytest.mark.parametrize("test", _TESTS)
-def test_each_release_is_in_one_share(test: str) -> None:
-    for release in RELEASES:
-        parts = [n for n in range(_PARTS) if Share(n, _PARTS).has(test, RELEASES, release)]
-        assert len(parts) == 1
-
-
-@pytest.mark.parametrize("part", range(_PARTS))
-def test_a_share_meets_each_test_on_several_releases_and_they_are_not_the_same(part: int) -> None:
-    found = [{r for r in RELEASES if Share(part, _PARTS).has(t, RELEASES, r)} for t in _TESTS]
-    assert all(len(RELEASES) // _PARTS <= len(releases) for releases in found)
-    assert set.union(*found) == set(RELEASES)
-    assert set.intersection(*found) == set()
-
-
-def test_the_name_is_one_on_all_releases() -> None:
-    named = {name_without(r, f"tests/lab/test_x.py::test_y[{r}-HND 16]") for r in RELEASES}
-    assert named == {"tests/lab/test_x.py::test_y[-HND 16]"}
+def test_each_release_is_in_one_share_and_no_share_has_all_of_a_tests_releases() -> None:
+    for test in _TESTS:
+        found = [
+            {r for r in RELEASES if Share(n, _PARTS).has(test, RELEASES, r)} for n in range(_PARTS)
+        ]
+        assert sorted(r for part in found for r in part) == sorted(RELEASES)
+        assert all(len(RELEASES) // _PARTS <= len(part) for part in found)
 
 
 @pytest.mark.parametrize("wanted", ["6/6", "1", "a/b", "-1/6", "1/0"])
@@ -52,37 +43,45 @@ def test_the_newest_release_and_what_is_marked_are_in_every_share(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the lab's own conftest, without a lab."""
-    newest, other = RELEASES[-1], RELEASES[0]
+    newest, ends = RELEASES[-1], ends_of_generations()
     pytester.makeconftest(
-        "from tests.lab.conftest import pytest_collection_modifyitems, pytest_terminal_summary"
+        "from tests.lab.conftest import lab, pytest_collection_modifyitems, pytest_generate_tests\n"
+        "from tests.lab.conftest import pytest_terminal_summary"
     )
+    names = [f"test_shared_{number}" for number in range(12)]
+    shared = "".join(f"def {name}(lab): pass\n" for name in names)
     pytester.makepyfile(
         f"""
-        import pytest
+import pytest
+{shared}
+@pytest.mark.every_release
+def test_marked(lab): pass
 
-        @pytest.mark.parametrize("lab", [{other!r}, {newest!r}])
-        @pytest.mark.parametrize("n", range(12))
-        def test_shared(lab, n):
-            pass
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.every_release), 2])
+def test_one_is_marked(n, lab): pass
 
-        @pytest.mark.every_release
-        @pytest.mark.parametrize("lab", [{other!r}, {newest!r}])
-        def test_marked(lab):
-            pass
-        """
+@pytest.mark.on(since="0.33", names_layouts=True, has=lambda release: release != "0.32.0")
+def test_of_the_newest(lab): pass
+
+@pytest.mark.on(before="0.10")
+def test_of_none(lab): pass
+"""
     )
-    monkeypatch.setenv("KVPATCH_TEST_RELEASES", "all")
+    monkeypatch.delenv("KVPATCH_TEST_RELEASES", raising=False)
     played: list[str] = []
     for part in range(3):
         monkeypatch.setenv("KVPATCH_TEST_SHARE", f"{part}/3")
         result = pytester.runpytest("-q", "-p", "no:cacheprovider", "--collect-only")
         found = [line for line in result.outlines if "::" in line]
-        assert sum(newest in line for line in found) == 13
-        assert sum("test_marked" in line for line in found) == 2
-        played += [line for line in found if other in line and "test_shared" in line]
+        assert sum("shared" in line and newest in line for line in found) == len(names)
+        assert sum("test_marked" in line for line in found) == len(ends)
+        assert sum("is_marked" in line and line.endswith("-1]") for line in found) == len(ends)
+        assert [line for line in found if "test_of_" in line][0].endswith(f"newest[{newest}]")
+        assert not any("test_of_none" in line for line in found)
+        played += [line for line in found if "shared" in line and newest not in line]
         result.stdout.fnmatch_lines([f"*KVPATCH_TEST_SHARE={part}/3*"])
     assert sorted(played) == sorted(set(played))
-    assert len(played) == 12
+    assert len(played) == len(names) * (len(ends) - 1)
 
 
 def test_a_release_is_read_from_a_tests_name() -> None:
@@ -101,3 +100,20 @@ def test_one_release_alone_is_spread_by_file() -> None:
     assert unit_of(test, ["0.32.0", "0.33.0"]) == "0.33.0"
     assert unit_of(test, ["0.33.0"]) == "tests/lab/test_x.py"
     assert unit_of("tests/patching/test_x.py::test_y", ["0.33.0"]).endswith("test_y")
+
+
+def test_a_line_of_progress_says_what_is_played_and_what_is_left() -> None:
+    lab, other = "tests/lab/test_x.py::test_y[0.33.0]", "tests/contract/test_x.py::test_y"
+    progress = Progress(part_of, print)
+    progress.pytest_xdist_node_collection_finished([lab, other])
+    progress.pytest_sessionfinish()
+    for phase in ("setup", "call", "teardown"):
+        progress.pytest_runtest_logstart(lab)
+        report = pytest.TestReport(other, ("", 0, ""), {}, "failed", None, phase)  # type: ignore[arg-type]
+        if phase != "setup":
+            progress.pytest_runtest_logreport(report)
+
+    assert progress.line() == (
+        "tests: 1 of 2 in 0 minutes, 2 failed; playing the lab on 0.33.0; "
+        "left: 1 of the lab on 0.33.0"
+    )

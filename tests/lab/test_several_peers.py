@@ -171,25 +171,23 @@ def test_sixteen_requests_of_a_pair_at_once(scene: Scene) -> None:
     assert prefill.heard(prompts) == names(prompts)
 
 
-def test_a_p_of_many_ranks_that_hangs_leaves_room_for_another(lab: Lab) -> None:
+@pytest.mark.on(states_layout=True)
+def test_a_p_of_many_ranks_that_hangs_leaves_room_for_another(stage: Stage) -> None:
     """A staging pool that a chunk of each of its ranks would fill."""
-    if not states_layout(lab.release):
-        pytest.skip("this release's handshake states too little of ranks")
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(64 * 1024)))
-    with Stage(lab) as stage:
-        hangs = stage.prefill(engine(tp_size=4, kv_heads=4, block_tokens=32))
-        well = stage.prefill(engine(kv_heads=4, block_tokens=16))
-        decode = stage.decode(engine(kv_heads=4, settings=settings))
-        introduce(decode, stage.prompts(2, TOKENS), hangs, well)
-        late, prompt = stage.prompts(2, TOKENS)
-        asks = hangs.compute(late)
-        with held(hangs):
-            decode.ask(*asks)
-            assert decode.watch(late, seconds=0.2).waiting == names([late])
-            decode.ask(*well.compute(prompt))
-            assert decode.watch(prompt).received == names([prompt])
-        assert decode.watch(late).received == names([late])
-        assert decode.wrong(late, prompt)[0] == 0
+    hangs = stage.prefill(engine(tp_size=4, kv_heads=4, block_tokens=32))
+    well = stage.prefill(engine(kv_heads=4, block_tokens=16))
+    decode = stage.decode(engine(kv_heads=4, settings=settings))
+    introduce(decode, stage.prompts(2, TOKENS), hangs, well)
+    late, prompt = stage.prompts(2, TOKENS)
+    asks = hangs.compute(late)
+    with held(hangs):
+        decode.ask(*asks)
+        assert decode.watch(late, seconds=0.2).waiting == names([late])
+        decode.ask(*well.compute(prompt))
+        assert decode.watch(prompt).received == names([prompt])
+    assert decode.watch(late).received == names([late])
+    assert decode.wrong(late, prompt)[0] == 0
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 80])

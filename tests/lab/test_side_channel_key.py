@@ -10,7 +10,6 @@ import pytest
 import zmq
 
 from kvpatch.core.settings import SIDE_CHANNEL_KEY, SIDE_CHANNEL_PLAIN
-from kvpatch.patches import SLUGS
 from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 
 from .case import EngineSpec
@@ -38,7 +37,7 @@ class Keyed:
         """An engine with a key, all patches and the release's own scheduler half."""
         named = {} if key is None else {SIDE_CHANNEL_KEY: str(key)}
         settings = tuple({**named, **more}.items())
-        return self.stage.start(replace(spec, patched=True, patches=SLUGS, settings=settings))
+        return self.stage.start(replace(spec, patched=True, settings=settings))
 
 
 @pytest.fixture

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from packaging.version import Version
 
 from .engine_api import Left
-from .host import Lab
 from .stage import Stage
 from .test_several_peers import SPEC, TOKENS, names
 from .test_stale_blocks import prefill as with_holds
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.33")]
 
 DECODE = {
     "direct": SPEC,
@@ -23,38 +21,32 @@ DECODE = {
 
 
 @pytest.mark.parametrize("way", DECODE)
-def test_a_heterogeneous_pair_goes_on_after_either_has_slept(lab: Lab, way: str) -> None:
-    if Version(lab.release) < Version("0.33"):
-        pytest.skip("this release has no sleep mode beside NixlConnector")
-    with Stage(lab) as stage:
-        prefill = stage.prefill(replace(SPEC, block_tokens=16, planned_blocks=400))
-        decode = stage.decode(DECODE[way])
-        for sleepers in ((), (prefill,), (decode,), (prefill, decode), ()):
-            for sleeper in sleepers:
-                sleeper.call("sleep_and_wake")
-            prompt = stage.prompt(TOKENS)
-            decode.ask(*prefill.compute(prompt))
+def test_a_heterogeneous_pair_goes_on_after_either_has_slept(stage: Stage, way: str) -> None:
+    prefill = stage.prefill(replace(SPEC, block_tokens=16, planned_blocks=400))
+    decode = stage.decode(DECODE[way])
+    for sleepers in ((), (prefill,), (decode,), (prefill, decode), ()):
+        for sleeper in sleepers:
+            sleeper.call("sleep_and_wake")
+        prompt = stage.prompt(TOKENS)
+        decode.ask(*prefill.compute(prompt))
 
-            assert decode.watch(prompt).received == {prompt.name}
-            assert decode.wrong(prompt)[0] == 0
-            assert prefill.heard([prompt]) == {prompt.name}
-        assert decode.strays() == 0
-        assert decode.left() == Left()
+        assert decode.watch(prompt).received == {prompt.name}
+        assert decode.wrong(prompt)[0] == 0
+        assert prefill.heard([prompt]) == {prompt.name}
+    assert decode.strays() == 0
+    assert decode.left() == Left()
 
 
 @pytest.mark.parametrize("block_tokens", [SPEC.block_tokens, 16])
-def test_what_p_held_before_it_slept_is_gone(lab: Lab, block_tokens: int) -> None:
+def test_what_p_held_before_it_slept_is_gone(stage: Stage, block_tokens: int) -> None:
     """Its requests are P's still, but their blocks hold nothing any more."""
-    if Version(lab.release) < Version("0.33"):
-        pytest.skip("this release has no sleep mode beside NixlConnector")
-    with Stage(lab) as stage:
-        spec = replace(SPEC, block_tokens=block_tokens, planned_blocks=400)
-        actor, decode = with_holds(stage, spec, patched=True), stage.decode(SPEC)
-        prompt = stage.prompt(TOKENS)
-        asks = actor.compute(prompt)
-        actor.call("sleep_and_wake")
+    spec = replace(SPEC, block_tokens=block_tokens, planned_blocks=400)
+    actor, decode = with_holds(stage, spec, patched=True), stage.decode(SPEC)
+    prompt = stage.prompt(TOKENS)
+    asks = actor.compute(prompt)
+    actor.call("sleep_and_wake")
 
-        decode.ask(*asks)
+    decode.ask(*asks)
 
-        seen = decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
+    seen = decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen

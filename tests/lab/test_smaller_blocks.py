@@ -10,18 +10,10 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Report
 from .host import Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
-
-
-@pytest.fixture(autouse=True)
-def _joins_blocks(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.28"):
-        pytest.skip("this release has no such blocks")
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.28")]
 
 
 def _case(p_tokens: int, prompt_tokens: int = 150, hit_tokens: int = 0) -> Case:
@@ -55,7 +47,7 @@ def test_requests_that_the_release_pairs_rightly_are_its_own(lab: Lab) -> None:
         pytest.skip("this release puts heads in wrong places of larger blocks")
     case = _case(32)
 
-    stock, patched = lab.run(case), lab.run(case.patched(*SLUGS, prefill=False))
+    stock, patched = lab.run(case), lab.on_d(case)
 
     _assert_identical(stock)
     _assert_identical(patched)
@@ -68,7 +60,7 @@ def test_a_prefix_hit_is_paired_by_token(lab: Lab, prompt_tokens: int) -> None:
         pytest.skip("this release puts heads in wrong places of larger blocks")
     case = _case(32, prompt_tokens, hit_tokens=64)
 
-    _assert_identical(lab.run(case.patched(*SLUGS, prefill=False)))
+    _assert_identical(lab.on_d(case))
 
 
 def test_stock_pairs_a_prefix_hit_from_the_end(lab: Lab) -> None:
@@ -82,10 +74,7 @@ def test_a_peer_of_which_every_request_would_be_wrong(lab: Lab) -> None:
     if _reads_heads(lab.release):
         pytest.skip("this release reads heads of smaller blocks rightly")
 
-    report = lab.run(_case(32).patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "refused", report
-    assert "puts heads in wrong places" in report.detail
+    lab.on_d(_case(32)).must_be("refused", "puts heads in wrong places")
 
 
 @pytest.mark.parametrize("prompt_tokens", [150, 128])
@@ -103,7 +92,7 @@ def test_a_last_block_of_latents(lab: Lab, prompt_tokens: int) -> None:
     )
     is_wrong = Version("0.29") <= Version(lab.release) < Version("0.32")
 
-    stock, report = lab.run(case), lab.run(case.patched(*SLUGS, prefill=False))
+    stock, report = lab.run(case), lab.on_d(case)
 
     assert stock.outcome == ("corrupt" if is_wrong and prompt_tokens % 64 else "identical"), stock
     if is_wrong:

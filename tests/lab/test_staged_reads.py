@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .engine_api import Ask, Prompt, Seen
 from .host import Lab
@@ -48,7 +46,7 @@ _CASES = {case.name: case for case in list(cases(_DIMENSIONS, SEED))[:5]}
 
 def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
     """The case with kvpatch on D alone, with its variables set so."""
-    patched = case.patched(*SLUGS, prefill=False)
+    patched = case.patched(prefill=False)
     settings = (*case.decode.settings, *settings)
     return replace(patched, decode=replace(patched.decode, settings=settings))
 
@@ -58,9 +56,7 @@ def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
 def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> None:
     case = _CASES[name]
 
-    report = lab.run(decode_with(case, WAYS[way]))
-
-    assert report.outcome == "identical", report
+    report = lab.run(decode_with(case, WAYS[way])).must_be("identical")
     if moves_full_blocks_only(lab.release):  # where P's whole blocks end before ours, none
         assert report.moved_tokens <= tokens_to_move(case, lab.release)
         return
@@ -71,10 +67,7 @@ def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> N
     case = next(c for c in _CASES.values() if c.prefill.family == "flash")
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "100"))
 
-    report = lab.run(decode_with(case, settings))
-
-    assert report.outcome == "refused", report
-    assert "KVPATCH_STAGING_BYTES" in report.detail, report
+    lab.run(decode_with(case, settings)).must_be("refused", "KVPATCH_STAGING_BYTES")
 
 
 def given_up_reads(lab: Lab, stage: Stage) -> tuple[Actor, Actor]:
@@ -93,58 +86,57 @@ def staged_pair(stage: Stage, *settings: tuple[str, str]) -> tuple[Actor, Actor]
     return stage.prefill(prefill), stage.decode(replace(decode, settings=(*always, *settings)))
 
 
-def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: Lab) -> None:
+def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(
+    stage: Stage, lab: Lab
+) -> None:
     """<= 0.13 a client chooses the name; it may hang up and come again between two steps."""
-    with Stage(lab) as stage:
-        prefill, decode = given_up_reads(lab, stage)
-        first, given_up, other = stage.prompts(3, 300)
-        introduce(decode, [first], prefill)
-        asks = prefill.compute(given_up, other)
-        retry = replace(other, name=given_up.name)
-        prefill.hold()
-        decode.ask(asks[0])
-        decode.call("retry", Ask(retry, asks[1].answer))
-        prefill.go_on()
+    prefill, decode = given_up_reads(lab, stage)
+    first, given_up, other = stage.prompts(3, 300)
+    introduce(decode, [first], prefill)
+    asks = prefill.compute(given_up, other)
+    retry = replace(other, name=given_up.name)
+    prefill.hold()
+    decode.ask(asks[0])
+    decode.call("retry", Ask(retry, asks[1].answer))
+    prefill.go_on()
 
-        assert decode.watch(retry).received == {retry.name}
-        assert decode.wrong(retry)[0] == 0
-        assert decode.left().staging_bytes == 0
+    assert decode.watch(retry).received == {retry.name}
+    assert decode.wrong(retry)[0] == 0
+    assert decode.left().staging_bytes == 0
 
 
-def test_a_retry_under_the_name_of_a_prompt_that_was_computed(lab: Lab) -> None:
+# no unlike pair here, or none of whose prompts D computes one
+@pytest.mark.on(states_layout=True, states_block_size=False)
+def test_a_retry_under_the_name_of_a_prompt_that_was_computed(stage: Stage) -> None:
     """<= 0.13: it is loaded before the workers hear that the first one is over."""
-    if not states_layout(lab.release) or states_block_size(lab.release):
-        pytest.skip("no unlike pair here, or none of whose prompts D computes one")
-    with Stage(lab) as stage:
-        prefill, decode = staged_pair(stage, ("KVPATCH_TRANSFER", "direct"))
-        computed, other = stage.prompts(2, 300)
-        introduce(decode, [computed], prefill)
-        (ask,) = prefill.compute(other)
-        retry = replace(other, name=computed.name)
-        assert decode.call("retry", Ask(retry, ask.answer)) == retry.tokens
-        time.sleep(_READ_SECONDS)  # the read is over before the step is
+    prefill, decode = staged_pair(stage, ("KVPATCH_TRANSFER", "direct"))
+    computed, other = stage.prompts(2, 300)
+    introduce(decode, [computed], prefill)
+    (ask,) = prefill.compute(other)
+    retry = replace(other, name=computed.name)
+    assert decode.call("retry", Ask(retry, ask.answer)) == retry.tokens
+    time.sleep(_READ_SECONDS)  # the read is over before the step is
 
-        seen = decode.watch(retry, seconds=_WATCH_SECONDS)
-        assert seen.received == {retry.name}, seen
-        assert decode.wrong(retry)[0] == 0
+    seen = decode.watch(retry, seconds=_WATCH_SECONDS)
+    assert seen.received == {retry.name}, seen
+    assert decode.wrong(retry)[0] == 0
 
 
-def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
+def test_a_request_that_was_given_up_is_not_placed(stage: Stage, lab: Lab) -> None:
     """On releases <= 0.15 its blocks are free at once, and may be another request's by now."""
-    with Stage(lab) as stage:
-        prefill, decode = given_up_reads(lab, stage)
-        first, given_up, kept = stage.prompts(3, 300)
-        introduce(decode, [first], prefill)
-        asks = prefill.compute(given_up, kept)
-        prefill.hold()
-        decode.ask(*asks)
-        decode.call("give_up", given_up.name)
-        prefill.go_on()
-        assert not decode.watch(given_up, kept).waiting
+    prefill, decode = given_up_reads(lab, stage)
+    first, given_up, kept = stage.prompts(3, 300)
+    introduce(decode, [first], prefill)
+    asks = prefill.compute(given_up, kept)
+    prefill.hold()
+    decode.ask(*asks)
+    decode.call("give_up", given_up.name)
+    prefill.go_on()
+    assert not decode.watch(given_up, kept).waiting
 
-        assert decode.wrong(first, kept)[0] == 0
-        wrong, total = decode.wrong(given_up)
-        assert wrong > 0.9 * total, "nothing of it was placed"
+    assert decode.wrong(first, kept)[0] == 0
+    wrong, total = decode.wrong(given_up)
+    assert wrong > 0.9 * total, "nothing of it was placed"
 
 
 @dataclass(frozen=True)
@@ -180,14 +172,14 @@ def late_read(lab: Lab, stage: Stage, meet: Callable[[Actor], object] = lambda _
     return LateRead(decode, waits, decode.watch(first_of_two, waits, seconds=5.0))
 
 
-def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(lab: Lab) -> None:
-    if not states_layout(lab.release):
-        pytest.skip("no unlike pair here")
-    with Stage(lab) as stage:
-        late = late_read(lab, stage)
-        decode, waits, seen = late.decode, late.waits, late.seen
+@pytest.mark.on(states_layout=True)  # else: no unlike pair here
+def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(
+    stage: Stage, lab: Lab
+) -> None:
+    late = late_read(lab, stage)
+    decode, waits, seen = late.decode, late.waits, late.seen
 
-        assert waits.name not in seen.received, decode.wrong(waits)
-        # On releases <= 0.11.0 no single load can fail.
-        assert waits.name in (seen.failed if states_block_size(lab.release) else seen.waiting)
-        assert decode.strays() == 0
+    assert waits.name not in seen.received, decode.wrong(waits)
+    # On releases <= 0.11.0 no single load can fail.
+    assert waits.name in (seen.failed if states_block_size(lab.release) else seen.waiting)
+    assert decode.strays() == 0

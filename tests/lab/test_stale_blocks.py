@@ -15,7 +15,6 @@ from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
-from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
@@ -41,7 +40,7 @@ def states_holds(release: str) -> bool:
 def prefill(stage: Stage, spec: EngineSpec, *, patched: bool) -> Actor:
     """A P that soon lets go of what nobody reads."""
     settings = (*spec.settings, (_TIMEOUT, str(_LEASE_SECONDS)))
-    spec = replace(spec, settings=settings, patched=patched, patches=SLUGS if patched else ())
+    spec = replace(spec, settings=settings, patched=patched)
     return stage.start(spec, _EXTRA)
 
 
@@ -103,42 +102,41 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
     assert actor.heard([before, after]) == names([before, after])
 
 
-def test_a_like_pair_is_checked_without_a_thread(lab: Lab) -> None:
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None:
     """Nor is there one before the first heterogeneous peer; like loads go on beside it."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
-    with Stage(lab) as stage:
-        like, decode = prefill(stage, SPEC, patched=True), stage.decode(SPEC)
-        introduce(decode, stage.prompts(1, TOKENS), like)
-        scene = Scene(stage, lab.release, {}, decode)
-        prompt, ask = scene.stale(like)
-        decode.ask(ask)
-        assert decode.watch(prompt).failed == names([prompt])
-        before, ask = scene.fresh(like)
-        decode.ask(ask)
-        assert_identical(decode, [before], loaded(before, lab.release))
-        assert not {"kvpatch-reads", "kvpatch-copies"}.intersection(decode.call("threads"))
+    like, decode = prefill(stage, SPEC, patched=True), stage.decode(SPEC)
+    introduce(decode, stage.prompts(1, TOKENS), like)
+    scene = Scene(stage, lab.release, {}, decode)
+    prompt, ask = scene.stale(like)
+    decode.ask(ask)
+    assert decode.watch(prompt).failed == names([prompt])
+    before, ask = scene.fresh(like)
+    decode.ask(ask)
+    assert_identical(decode, [before], loaded(before, lab.release))
+    assert not {"kvpatch-reads", "kvpatch-copies"}.intersection(decode.call("threads"))
 
-        other = prefill(stage, UNLIKE["unlike"], patched=True)
-        introduce(decode, stage.prompts(1, TOKENS), other)
-        after = [scene.fresh(actor) for actor in (like, other, like, other)]
-        decode.ask(*(ask for _, ask in after))
-        prompts = [prompt for prompt, _ in after]
-        assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
+    other = prefill(stage, UNLIKE["unlike"], patched=True)
+    introduce(decode, stage.prompts(1, TOKENS), other)
+    after = [scene.fresh(actor) for actor in (like, other, like, other)]
+    decode.ask(*(ask for _, ask in after))
+    prompts = [prompt for prompt, _ in after]
+    assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
 
 
-def test_a_like_load_that_was_long_on_its_way_asks_before_it_is_read(lab: Lab) -> None:
+def test_a_like_load_that_was_long_on_its_way_asks_before_it_is_read(
+    stage: Stage, lab: Lab
+) -> None:
     """And is identical: P's lease is a long one."""
-    with Stage(lab) as stage:
-        like = stage.prefill(replace(SPEC, patched=True, patches=SLUGS))
-        decode = stage.decode(SPEC)
-        introduce(decode, stage.prompts(1, TOKENS), like)
-        prompts = stage.prompts(2, TOKENS)
-        asks = like.compute(*prompts)
-        time.sleep(1.1)
-        decode.ask(*asks)
-        assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
-        assert like.heard(prompts) == names(prompts)
+    like = stage.prefill(replace(SPEC, patched=True))
+    decode = stage.decode(SPEC)
+    introduce(decode, stage.prompts(1, TOKENS), like)
+    prompts = stage.prompts(2, TOKENS)
+    asks = like.compute(*prompts)
+    time.sleep(1.1)
+    decode.ask(*asks)
+    assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
+    assert like.heard(prompts) == names(prompts)
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
@@ -237,6 +235,7 @@ def _assert_nothing_wrong_is_cached(decode: Actor, prompt: Prompt) -> None:
     _assert_computed(decode, plain)
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize(
     ("how", "cause", "is_computed"),
     [("", "gone", True), ("fail", "gone", False), ("", "dead", False)],
@@ -244,11 +243,9 @@ def _assert_nothing_wrong_is_cached(decode: Actor, prompt: Prompt) -> None:
 )
 @pytest.mark.parametrize("kind", ["like", "unlike", "2 ranks"])
 def test_d_computes_what_a_check_fails(
-    lab: Lab, kind: str, how: str, cause: str, is_computed: bool
+    stage: Stage, lab: Lab, kind: str, how: str, cause: str, is_computed: bool
 ) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     if not has_policy(lab.release):
         pytest.skip("this release computes all loads that fail")
     ranks = 2 if kind == "2 ranks" else 1
@@ -258,90 +255,79 @@ def test_d_computes_what_a_check_fails(
         UNLIKE.get(kind, SPEC), tp_size=ranks, own_scheduler=True, load_failure_policy="fail"
     )
     of_decode = replace(of_decode, settings=(*of_decode.settings, *settings))
-    with Stage(lab) as stage:
-        decode = stage.decode(of_decode)
-        prompt = _lose(stage, spec, decode, cause)
-        if is_computed:
-            _assert_computed(decode, prompt)
-        else:
-            assert decode.call("status", prompt.name) == "FINISHED_ERROR"
-        _assert_nothing_wrong_is_cached(decode, prompt)
+    decode = stage.decode(of_decode)
+    prompt = _lose(stage, spec, decode, cause)
+    if is_computed:
+        _assert_computed(decode, prompt)
+    else:
+        assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+    _assert_nothing_wrong_is_cached(decode, prompt)
 
 
-def test_so_it_does_where_the_model_has_several_cache_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
+@pytest.mark.on(since="0.18")
+def test_so_it_does_where_the_model_has_several_cache_groups(stage: Stage) -> None:
     spec, of_decode = (
         replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
     )
-    with Stage(lab) as stage:
-        decode = stage.decode(replace(of_decode, load_failure_policy="fail"))
-        _assert_computed(decode, _lose(stage, spec, decode, "gone"))
+    decode = stage.decode(replace(of_decode, load_failure_policy="fail"))
+    _assert_computed(decode, _lose(stage, spec, decode, "gone"))
 
 
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
+def test_a_d_without_kvpatch_takes_no_notice(stage: Stage, lab: Lab, ranks: int) -> None:
     """P's answer has one field more, and its agent more memory."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
     spec = replace(SPEC, tp_size=ranks)
-    with Stage(lab) as stage:
-        actor, decode = prefill(stage, spec, patched=True), stage.decode(spec, patched=False)
+    actor, decode = prefill(stage, spec, patched=True), stage.decode(spec, patched=False)
+    prompt = stage.prompt(TOKENS)
+    (ask,) = actor.compute(prompt)
+    tables = json.loads(ask.answer)[FIELD].rpartition("/")[2].split(",")
+    assert len(set(tables)) == ranks
+
+    decode.ask(ask)
+
+    assert_identical(decode, [prompt], loaded(prompt, lab.release))
+    assert actor.heard([prompt]) == names([prompt])
+
+
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+@pytest.mark.parametrize(("remote_ranks", "local_ranks"), [(2, 2), (2, 1), (1, 2)])
+def test_each_rank_is_asked(stage: Stage, lab: Lab, remote_ranks: int, local_ranks: int) -> None:
+    """A load is good where all of P's ranks held the blocks; stale ones fail on all of D's."""
+    actor = prefill(stage, replace(SPEC, tp_size=remote_ranks), patched=True)
+    decode = stage.decode(replace(SPEC, tp_size=local_ranks))
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    scene = Scene(stage, lab.release, {}, decode)
+    prompt, ask = scene.fresh(actor)
+    decode.ask(ask)
+    assert decode.watch(prompt).received == names([prompt])
+    assert decode.wrong(prompt)[0] == 0
+    assert actor.heard([prompt]) == names([prompt])
+    prompt, ask = scene.stale(actor)
+
+    decode.ask(ask)
+
+    seen = decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+
+
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab: Lab) -> None:
+    """The ranks that are asked before one is missing leave nothing behind."""
+    spec = replace(SPEC, tp_size=2)
+    actor, decode = prefill(stage, spec, patched=True), stage.decode(spec)
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    before = decode.left()
+    for _ in range(2):
         prompt = stage.prompt(TOKENS)
         (ask,) = actor.compute(prompt)
-        tables = json.loads(ask.answer)[FIELD].rpartition("/")[2].split(",")
-        assert len(set(tables)) == ranks
-
-        decode.ask(ask)
-
-        assert_identical(decode, [prompt], loaded(prompt, lab.release))
-        assert actor.heard([prompt]) == names([prompt])
-
-
-@pytest.mark.parametrize(("remote_ranks", "local_ranks"), [(2, 2), (2, 1), (1, 2)])
-def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> None:
-    """A load is good where all of P's ranks held the blocks; stale ones fail on all of D's."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
-    with Stage(lab) as stage:
-        actor = prefill(stage, replace(SPEC, tp_size=remote_ranks), patched=True)
-        decode = stage.decode(replace(SPEC, tp_size=local_ranks))
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        scene = Scene(stage, lab.release, {}, decode)
-        prompt, ask = scene.fresh(actor)
-        decode.ask(ask)
-        assert decode.watch(prompt).received == names([prompt])
-        assert decode.wrong(prompt)[0] == 0
-        assert actor.heard([prompt]) == names([prompt])
-        prompt, ask = scene.stale(actor)
-
-        decode.ask(ask)
-
+        answer = json.loads(ask.answer)
+        answer[FIELD] = answer[FIELD].rpartition(",")[0]
+        decode.ask(replace(ask, answer=json.dumps(answer)))
         seen = decode.watch(prompt)
         assert seen.failed == names([prompt]), seen
-
-
-def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(lab: Lab) -> None:
-    """The ranks that are asked before one is missing leave nothing behind."""
-    if not states_holds(lab.release):
-        pytest.skip("<= 0.11.0 P cannot say where its tables are")
-    spec = replace(SPEC, tp_size=2)
-    with Stage(lab) as stage:
-        actor, decode = prefill(stage, spec, patched=True), stage.decode(spec)
-        introduce(decode, stage.prompts(1, TOKENS), actor)
-        before = decode.left()
-        for _ in range(2):
-            prompt = stage.prompt(TOKENS)
-            (ask,) = actor.compute(prompt)
-            answer = json.loads(ask.answer)
-            answer[FIELD] = answer[FIELD].rpartition(",")[0]
-            decode.ask(replace(ask, answer=json.dumps(answer)))
-            seen = decode.watch(prompt)
-            assert seen.failed == names([prompt]), seen
-        good = stage.prompt(TOKENS)
-        decode.ask(*actor.compute(good))
-        assert_identical(decode, [good], loaded(good, lab.release))
-        # The rank that was read keeps its part in the release's books.
-        assert (
-            replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before
-        )
+    good = stage.prompt(TOKENS)
+    decode.ask(*actor.compute(good))
+    assert_identical(decode, [good], loaded(good, lab.release))
+    # The rank that was read keeps its part in the release's books.
+    assert replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before

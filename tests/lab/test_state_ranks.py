@@ -16,23 +16,16 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .states import MODELS, StateSabotage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
 _PROMPT_TOKENS = 300
 #: The first release whose connector takes states of a kind; of Kimi's there were four before.
 _SINCE = {"gated delta net": "0.22", "kimi delta attention": "0.23", "mamba1": "0.25"}
-
-
-@pytest.fixture(autouse=True)
-def _release_splits_states(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("this release's connector takes no recurrent state")
 
 
 def _spec(ranks: int, kind: str, block_tokens: int = 32, kv_heads: int = 4) -> EngineSpec:
@@ -58,7 +51,7 @@ def _case(lab: Lab, ranks: tuple[int, int], kind: str, sizes: tuple[int, int] = 
 
 
 def _ours(case: Case) -> Case:
-    return case.patched(*SLUGS, prefill=False)
+    return case.patched(prefill=False)
 
 
 def _expect_identical(lab: Lab, case: Case) -> Report:
@@ -80,7 +73,6 @@ def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
         device=device,
         schedules_ahead=True,
         patched=True,
-        patches=SLUGS,
     )
 
     report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))
@@ -148,9 +140,7 @@ def test_latents_beside_states(lab: Lab, ranks: tuple[int, int], sizes: tuple[in
     if ranks == (1, 2) or FACTS[lab.release].reads_states_by_latents:
         _expect_identical(lab, _ours(case))
         return
-    report = lab.run(_ours(case))
-    assert report.outcome == "refused", report
-    assert "this vLLM reads one of P's alone" in report.detail
+    lab.run(_ours(case)).must_be("refused", "this vLLM reads one of P's alone")
     assert lab.run(case.stock()).outcome in ("failed", "corrupt")
 
 
@@ -170,34 +160,25 @@ def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
         assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
 
 
+@pytest.mark.on(has_channels_first=True)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 @pytest.mark.parametrize(("kind", "sabotage"), _SPOILT)
 def test_spoilt_states_are_noticed(
     lab: Lab, ranks: tuple[int, int], kind: str, sabotage: Sabotage | StateSabotage
 ) -> None:
-    if not FACTS[lab.release].has_channels_first:
-        pytest.skip("this release's are not read")
-
-    report = lab.run(_ours(_case(lab, ranks, kind, (64, 32))), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(_ours(_case(lab, ranks, kind, (64, 32))), sabotage=sabotage).must_be("corrupt")
 
 
+# the lab has states of other types in pages alone
+@pytest.mark.on(has_channels_first=True, since="0.27")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_other_types_of_states(lab: Lab, side: str) -> None:
     """Alike but for ``--mamba-ssm-cache-dtype``: no hash tells it, no release compares sizes."""
-    if not FACTS[lab.release].has_channels_first or Version(lab.release) < Version("0.27"):
-        pytest.skip("the lab has states of other types in pages alone")
     case = _case(lab, (1, 1), "mamba2")
     longer = replace(getattr(case, side), state_dtype="float32")
     case = replace(case, **{side: longer})
 
-    report = lab.run(_ours(case))
-
-    assert report.outcome == "refused", report
-    assert "its recurrent states take" in report.detail
-    assert "--mamba-ssm-cache-dtype" in report.detail
+    lab.run(_ours(case)).must_be("refused", "its recurrent states take", "--mamba-ssm-cache-dtype")
     assert lab.run(case.stock()).outcome == "corrupt"
 
 

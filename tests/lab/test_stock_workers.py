@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,13 @@ from packaging.version import Version
 
 from .case import Case, EngineSpec
 from .host import Lab
-from .releases import states_block_size
 from .stage import Actor, Stage
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(states_block_size=True),
+]
 
 #: D's blocks have 64 tokens.
 SPEC = EngineSpec(
@@ -21,18 +23,6 @@ SPEC = EngineSpec(
 )
 OWN = replace(SPEC, own_scheduler=True, stock_workers=True)
 _WARNING = "not in all of its workers"
-
-
-@pytest.fixture(autouse=True)
-def _workers_are_heard_at_the_handshake(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("no scheduler hears here of workers without kvpatch")
-
-
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
 
 
 def _load(prefill: Actor, decode: Actor, tokens: int, stage: Stage) -> int:

@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .host import Lab
-from .releases import states_layout
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -19,7 +16,7 @@ _OWN = ("pool", "padded", "uneven")
 
 
 def _on(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, patched=True, patches=SLUGS)
+    return replace(spec, patched=True)
 
 
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
@@ -52,15 +49,14 @@ def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
     if lab.release in ("0.24.0", "0.25.1"):  # the negative control
         assert stock.outcome == ("identical" if family == "mla" else "corrupt"), stock
 
-    report = _run(lab, _on(spec), _on(spec))
+    _run(lab, _on(spec), _on(spec)).must_be(
+        "identical" if stock.outcome == "identical" else "refused"
+    )
 
-    assert report.outcome == ("identical" if stock.outcome == "identical" else "refused"), report
 
-
+@pytest.mark.on(states_layout=True)
 def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     """Two of one allocator are like each other; beside a plain engine P says what it has."""
-    if not states_layout(lab.release):
-        pytest.skip("this release states no layout, which prompts prove")
     turned = replace(_SPEC, allocation="permuted")
     assert _run(lab, turned, turned).outcome == "identical"
     assert _run(lab, turned, _SPEC).outcome == "corrupt"
@@ -79,7 +75,7 @@ def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: 
         pytest.skip("0.11.0's connector does not know Triton's shape, and stock fails over it")
     spec = replace(_SPEC, family="triton")
 
-    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d)))
-
-    assert report.outcome == "identical", report
+    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d))).must_be(
+        "identical"
+    )
     assert report.moved_tokens > 0, report

@@ -6,29 +6,28 @@ that, and the lab packs what they would (``tests/lab/kinds.py``). All else is th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches import SLUGS
 
-from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
+from .case import PEER_KEYS, Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import misreads_cpu_blocks, registers_cpu_caches
+from .selection import in_turns, some_of
 from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=registers_cpu_caches),
+]
 
 TOKENS = 150
 TILES, COLUMNS = "tiles", "columns"
-
-
-@pytest.fixture(autouse=True)
-def _release_has_the_cpu_backend(lab: Lab) -> None:
-    if not registers_cpu_caches(lab.release):
-        pytest.skip("this release's worker does not register a CPU backend's cache")
 
 
 def cpu(tokens: int, *, amx: bool, **changes: object) -> EngineSpec:
@@ -45,48 +44,52 @@ def pair(
     lab: Lab, p: EngineSpec, d: EngineSpec, keys: str | None, *, p_has_kvpatch: bool = False
 ) -> Case:
     case = declaring(Case("tiles", p, d, prompt_tokens=TOKENS), keys)
-    return case.patched(*SLUGS, prefill=p_has_kvpatch)
+    return case.patched(prefill=p_has_kvpatch)
 
 
-def assert_identical(report: Report) -> None:
-    assert report.outcome == "identical", report
+def _name(value: object) -> str:
+    """Of a parameter, in a test's name."""
+    if not isinstance(value, EngineSpec):
+        return str(value)
+    keys = TILES if value.amx else COLUMNS
+    return "-".join(
+        map(str, (value.block_tokens, keys, value.tp_size, *dict(value.settings).values()))
+    )
 
 
-@pytest.mark.parametrize("transfer", ["auto", "staged", "direct"])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(128, 32), (32, 64), (96, 64)])
-def test_tiles_of_other_blocks(lab: Lab, p_tokens: int, d_tokens: int, transfer: str) -> None:
-    how = (("KVPATCH_TRANSFER", transfer),)
-    d = cpu(d_tokens, amx=True, settings=how)
+def _identical() -> Iterator[tuple[EngineSpec, EngineSpec, str | None, int]]:
+    """P, D, what the operator declares of P's keys (else P's kvpatch says it), and a prefix hit."""
+    pairs = in_turns([(128, 32), (32, 64), (96, 64)], ["auto", "staged", "direct"])
+    for (p, d), transfer in [((128, 32), "direct"), *pairs]:
+        how = (("KVPATCH_TRANSFER", transfer),)
+        yield cpu(p, amx=True), cpu(d, amx=True, settings=how), TILES, 0
+    # Tiles beside columns, in blocks of one size too, which stock takes for each other.
+    sizes = [(64, 32), (32, 32), (32, 64)]
+    for (p, d), p_amx, p_has_kvpatch in some_of(sizes, (False, True), (False, True)):
+        keys = None if p_has_kvpatch else TILES if p_amx else COLUMNS
+        yield cpu(p, amx=p_amx), cpu(d, amx=not p_amx), keys, 0
+    for amx in (False, True):
+        yield cpu(64, amx=amx), cpu(32, amx=amx), None, 0
+    yield cpu(128, amx=True), cpu(32, amx=True), TILES, 96
+    for p, d in ((1, 2), (2, 1)):
+        yield cpu(64, amx=True, tp_size=p), cpu(32, amx=True, tp_size=d), TILES, 0
 
-    assert_identical(lab.run(pair(lab, cpu(p_tokens, amx=True), d, TILES)))
 
-
-@pytest.mark.parametrize("p_has_kvpatch", [False, True])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(64, 32), (32, 32), (32, 64)])
-@pytest.mark.parametrize("p_amx", [False, True])
-def test_tiles_beside_columns(
-    lab: Lab, p_tokens: int, d_tokens: int, p_amx: bool, p_has_kvpatch: bool
+@pytest.mark.parametrize(("p", "d", "keys", "hit"), list(_identical()), ids=_name)
+def test_it_is_identical(
+    lab: Lab, p: EngineSpec, d: EngineSpec, keys: str | None, hit: int
 ) -> None:
-    """In blocks of one size too, which stock takes for each other. P says it, or the operator."""
-    keys = None if p_has_kvpatch else TILES if p_amx else COLUMNS
-    p, d = cpu(p_tokens, amx=p_amx), cpu(d_tokens, amx=not p_amx)
+    case = pair(lab, p, d, keys, p_has_kvpatch=keys is None)
 
-    assert_identical(lab.run(pair(lab, p, d, keys, p_has_kvpatch=p_has_kvpatch)))
-
-
-@pytest.mark.parametrize("amx", [False, True])
-def test_like_processors_say_so(lab: Lab, amx: bool) -> None:
-    case = pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None, p_has_kvpatch=True)
-
-    assert_identical(lab.run(case))
+    lab.run(replace(case, prefix_hit_tokens=hit)).must_be("identical")
 
 
 @pytest.mark.every_release
 def test_a_like_pair_is_stocks(lab: Lab) -> None:
     """With kvpatch on D, on both, and on none, but where vLLM itself ends by such a pair."""
     case = Case("like", cpu(32, amx=True), cpu(32, amx=True), prompt_tokens=TOKENS)
-    for one in (case.patched(*SLUGS, prefill=False), case.patched(*SLUGS)):
-        assert_identical(lab.run(one))
+    for one in (case.patched(prefill=False), case.patched()):
+        lab.run(one).must_be("identical")
 
     stock = lab.run(case.stock())
 
@@ -94,38 +97,23 @@ def test_a_like_pair_is_stocks(lab: Lab) -> None:
         assert stock.outcome == "failed", stock
         assert "RuntimeError: shape" in stock.detail
     else:
-        assert_identical(stock)
-
-
-def test_a_prefix_hit(lab: Lab) -> None:
-    case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
-
-    assert_identical(lab.run(replace(case, prefix_hit_tokens=96)))
-
-
-@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1)])
-def test_unlike_ranks(lab: Lab, p_ranks: int, d_ranks: int) -> None:
-    p, d = cpu(64, amx=True, tp_size=p_ranks), cpu(32, amx=True, tp_size=d_ranks)
-
-    assert_identical(lab.run(pair(lab, p, d, TILES)))
+        stock.must_be("identical")
 
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_nobody_says_how_they_lie(lab: Lab, amx: bool) -> None:
-    report = lab.run(pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None))
-
-    assert report.outcome == "refused", report
-    assert "KVPATCH_PEER_KEYS" in report.detail, report
-    assert report.moved_tokens == 0
+    lab.run(pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None)).must_be(
+        "refused", "KVPATCH_PEER_KEYS", moved=0
+    )
 
 
+@pytest.mark.parametrize("keys", [None, TILES])
 @pytest.mark.parametrize("amx", [False, True])
-def test_float16_is_in_no_tiles(lab: Lab, amx: bool) -> None:
+def test_float16_is_in_no_tiles(lab: Lab, amx: bool, keys: str | None) -> None:
     """Nothing is open there, whatever is declared."""
     p, d = (cpu(tokens, amx=amx, dtype="float16") for tokens in (64, 32))
 
-    assert_identical(lab.run(pair(lab, p, d, None)))
-    assert_identical(lab.run(pair(lab, p, d, TILES)))
+    lab.run(pair(lab, p, d, keys)).must_be("identical")
 
 
 # --- beside other backends, whose keys are rows -------------------------------------------
@@ -136,38 +124,32 @@ def _rows(tokens: int, **changes: object) -> EngineSpec:
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def _names_layouts(lab: Lab) -> None:
-    if not FACTS[lab.release].names_layouts:
-        pytest.skip("backends with other rows are refused on this release")
-
-
-@pytest.mark.parametrize("p_has_kvpatch", [False, True])
-@pytest.mark.parametrize("amx", [False, True])
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 16), (32, 64)])
-def test_into_rows(lab: Lab, p_tokens: int, d_tokens: int, amx: bool, p_has_kvpatch: bool) -> None:
-    _names_layouts(lab)
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize(
+    ("tokens", "amx", "p_has_kvpatch"),
+    some_of([(32, 32), (64, 16), (32, 64)], (False, True), (False, True)),
+)
+def test_into_rows(lab: Lab, tokens: tuple[int, int], amx: bool, p_has_kvpatch: bool) -> None:
+    p_tokens, d_tokens = tokens
     keys = None if p_has_kvpatch else TILES if amx else COLUMNS
     case = declaring(disguised(cpu(p_tokens, amx=amx), _rows(d_tokens), BACKEND), keys)
     if p_has_kvpatch:
-        case = case.patched(*SLUGS)
+        case = case.patched()
 
-    report = lab.run(case)
-
-    assert_identical(report)
+    lab.run(case).must_be("identical")
 
 
+@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (16, 32), (64, 32), (48, 64)])
 def test_out_of_rows(lab: Lab, p_tokens: int, d_tokens: int) -> None:
     """Of rows nothing is open."""
-    _names_layouts(lab)
     case = disguised(_rows(p_tokens), cpu(d_tokens, amx=True), BACKEND)
 
-    assert_identical(lab.run(case))
+    lab.run(case).must_be("identical")
 
 
+@pytest.mark.on(names_layouts=True)
 def test_into_rows_when_nobody_says_how_they_lie(lab: Lab) -> None:
-    _names_layouts(lab)
-
     report = lab.run(disguised(cpu(32, amx=True), _rows(32), BACKEND))
 
     assert_refused(report, "the handshake does not say which P is", "KVPATCH_PEER_KEYS")
@@ -184,24 +166,19 @@ def test_a_wrong_declaration_is_noticed(lab: Lab, p_amx: bool, d_amx: bool) -> N
 
     case = pair(lab, cpu(64, amx=p_amx), cpu(32, amx=d_amx), keys)
 
-    report = lab.run(case)
-
-    assert report.outcome == "corrupt", report
+    report = lab.run(case).must_be("corrupt")
     assert report.wrong_elements > 0
 
 
+@pytest.mark.on(names_layouts=True)
 def test_a_wrong_declaration_beside_rows_is_noticed(lab: Lab) -> None:
-    _names_layouts(lab)
-
-    report = lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS))
-
-    assert report.outcome == "corrupt", report
+    lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS)).must_be("corrupt")
 
 
 def test_a_wrong_declaration_is_refused_where_p_says_otherwise(lab: Lab) -> None:
-    report = lab.run(pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True))
-
-    assert report.outcome == "refused", report
+    report = lab.run(
+        pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True)
+    ).must_be("refused")
     assert "declares columns and P has keys in tiles" in report.detail
 
 
@@ -221,6 +198,4 @@ def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> No
 def test_spoilt_tiles_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
     case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
 
-    report = lab.run(case, sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
+    lab.run(case, sabotage=sabotage).must_be("corrupt")

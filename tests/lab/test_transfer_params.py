@@ -115,12 +115,6 @@ def drawn(answer: str, count: int) -> list[str]:
     return [changed(answer, c) if which else json.dumps(odd) for which, c, odd in draws(count)]
 
 
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
-
-
 def _offer(decode: Actor, texts: list[str]) -> list[str]:
     """What becomes of prompts with these parameters; an error names those that it came with."""
     try:

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.core.releases import FACTS
-
 from .case import EngineSpec, Family, Sabotage
 from .host import Lab
+from .selection import in_turns
 from .test_named_factors import BACKEND, SPEC, assert_identical, assert_refused, pair
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.on(names_layouts=True)]
 
 NAMES: dict[Family, str] = {
     "flash": "FLASH_ATTN",
@@ -24,25 +23,24 @@ NAMES: dict[Family, str] = {
     "triton": "TRITON_ATTN",
     "cpu": "CPU_ATTN",
 }
+_SPOILT = (
+    ("cpu", "flash", "shift_block"),
+    ("flash", "cpu", "skip_layer"),
+    ("flashinfer", "flash", "flip_byte"),
+)
 PAIRS = [(p, d) for p in NAMES for d in NAMES if p != d]
-
-
-@pytest.fixture(autouse=True)
-def _release_names_layouts(lab: Lab) -> None:
-    if not FACTS[lab.release].names_layouts:
-        pytest.skip("backends with other rows are refused on this release")
 
 
 def _spec(family: Family, **changes: object) -> EngineSpec:
     return replace(SPEC, family=family, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 32), (32, 64)])
-@pytest.mark.parametrize(("p", "d"), PAIRS)
+@pytest.mark.parametrize(("backends", "tokens"), in_turns(PAIRS, [(32, 32), (64, 32), (32, 64)]))
 def test_unlike_backends_are_read(
-    lab: Lab, p: Family, d: Family, p_tokens: int, d_tokens: int
+    lab: Lab, backends: tuple[Family, Family], tokens: tuple[int, int]
 ) -> None:
-    case = pair(_spec(p, block_tokens=p_tokens), _spec(d, block_tokens=d_tokens), BACKEND)
+    sides = (_spec(family, block_tokens=n) for family, n in zip(backends, tokens, strict=True))
+    case = pair(*sides, BACKEND)
 
     assert_identical(lab.run(case))
 
@@ -87,17 +85,12 @@ def test_other_keys_of_two_bytes_are_tiled_by_no_processor(lab: Lab) -> None:
 
 def test_rows_under_a_backends_name_whose_keys_lie_by_column_are_noticed(lab: Lab) -> None:
     """P has FlashAttention's tensors, and says that they are a CPU's: as many bytes, elsewhere."""
-    report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
-
-    assert report.outcome == "corrupt", report
+    lab.run(pair(accept=BACKEND, backend="CPU_ATTN")).must_be("corrupt")
 
 
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-@pytest.mark.parametrize(("p", "d"), [("cpu", "flash"), ("flash", "cpu"), ("flashinfer", "flash")])
+@pytest.mark.parametrize(("p", "d", "sabotage"), _SPOILT)
 def test_a_spoilt_cache_is_noticed(lab: Lab, p: Family, d: Family, sabotage: Sabotage) -> None:
-    report = lab.run(pair(_spec(p), _spec(d), BACKEND), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
+    lab.run(pair(_spec(p), _spec(d), BACKEND), sabotage=sabotage).must_be("corrupt")
 
 
 def test_without_the_factor_nothing_is_read(lab: Lab) -> None:

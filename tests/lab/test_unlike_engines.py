@@ -7,18 +7,13 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import (
-    has_named_layouts,
     has_tpus,
     is_full,
     moves_full_blocks_only,
     registers_cpu_caches,
-    states_block_size,
-    states_kernel_blocks,
     states_layout,
 )
 from .selection import on_every_release
@@ -47,9 +42,7 @@ def _one_each_way() -> list[str]:
 @pytest.mark.parametrize("name", on_every_release(_CASES, _one_each_way()))
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     case = _CASES[name]
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    report = lab.on_d(case).must_be("identical")
     if moves_full_blocks_only(lab.release):  # where P's whole blocks end before ours, none
         assert report.moved_tokens <= tokens_to_move(case, lab.release)
         return
@@ -65,28 +58,21 @@ def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(_pair().patched(*SLUGS, prefill=False), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.on_d(_pair(), sabotage=sabotage).must_be("corrupt")
 
 
+@pytest.mark.on(has=registers_cpu_caches)
 @pytest.mark.parametrize(("p", "d"), [(128, 32), (32, 128), (96, 64), (32, 32)])
 def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
     """0.11.1 and 0.11.2 take its heads for the tokens of a block, on both sides."""
-    if not registers_cpu_caches(lab.release):
-        pytest.skip("this release's worker, P's too, does not register a CPU backend's cache")
 
-    report = lab.run(_pair("cpu", p, d).patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.on_d(_pair("cpu", p, d)).must_be("identical")
 
 
+@pytest.mark.on(has=has_tpus)
 @pytest.mark.parametrize("sizes", [{"p": 32, "d": 64}, {"p": 64, "d": 32}])
 def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) -> None:
     """They have one layout, and state the one that was asked for. Unlike ranks releases refuse."""
-    if not has_tpus(lab.release):
-        pytest.skip("this release has no backend of TPUs, or none that imports here")
     case = _pair("pallas", **sizes)
     case = replace(
         case,
@@ -94,9 +80,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
         decode=replace(case.decode, head_dim=128),
     )
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -104,9 +88,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
 def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     """Heads are split by the plan, in NHD too, where stock refuses or goes wrong."""
     case = _pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp)
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 2), (2, 4), (2, 1)])
@@ -117,19 +99,7 @@ def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int
     sides = (replace(side, head_dim=64) for side in (case.prefill, case.decode))
     case = replace(case, **dict(zip(("prefill", "decode"), sides, strict=True)))
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-
-
-@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "LHBNC", "BHLNC"])
-def test_other_named_layouts(lab: Lab, layout: str) -> None:
-    """On one side each; test_named_layouts.py has them in all combinations."""
-    if not has_named_layouts(lab.release):
-        pytest.skip("this release has no such layout")
-    for case in (_pair(p_layout=layout), _pair(d_layout=layout)):
-        report = lab.run(case.patched(*SLUGS, prefill=False))
-        assert report.outcome == "identical", (case.name, report)
+    lab.on_d(case).must_be("identical")
 
 
 # -- what a handshake does not say ---------------------------------------------------------
@@ -153,26 +123,23 @@ _OTHER_ITEMS = [
 ]
 
 
+@pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize("prompt_tokens", [1, 17, 300])
 @pytest.mark.parametrize(("p", "p_dtype", "d", "d_dtype"), _OTHER_ITEMS)
 def test_items_of_another_size_are_never_read(
     lab: Lab, p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int
 ) -> None:
     """<= 0.12 no hash of the model is compared, and <= 0.11.0 bytes are all there is."""
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release compares a hash and both sizes")
     case = _other_items(p, p_dtype, d, d_dtype, prompt_tokens)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
+    report = lab.on_d(case)
 
     assert report.outcome in ("refused", "failed") or not report.moved_tokens, report
 
 
+@pytest.mark.on(states_block_size=False)
 def test_stock_reads_items_of_another_size(lab: Lab) -> None:
     """What must not happen, and that the lab sees it: 32 items of fp8 read as 16 of bf16."""
-    if states_block_size(lab.release):
-        pytest.skip("this release compares the block size")
-
     report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
 
     # 0.10.0 names full blocks only, and stumbles over their number.
@@ -202,51 +169,34 @@ def _cut_pair(p: int, d: int, prompt_tokens: int | None = None) -> Case:
     return Case(f"flashinfer, cut, P {p}, D {d}", prefill, decode, tokens)
 
 
-def _must_cut(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release cuts no blocks")
-
-
+@pytest.mark.on(states_block_size=True)
 @pytest.mark.parametrize(("p", "d"), _CUT)
 def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
     """Also where kernel blocks are alike and only how many a block has differs."""
-    _must_cut(lab)
     case = _cut_pair(p, d)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
+@pytest.mark.on(since="0.18")  # else: no such blocks
 @pytest.mark.parametrize(("p", "d"), [(80, 48), (48, 80)])
 def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
     """Five kernel blocks to a block and three to the other's, which `<= 0.20` leaves open."""
-    if Version(lab.release) < Version("0.18"):
-        pytest.skip("no such blocks")
     prefill, decode = (
         EngineSpec("flashinfer", "HND", size, 24, parts=size // 16, device="cuda")
         for size in (p, d)
     )
     case = Case(f"flashinfer, cut into 16, P {p}, D {d}", prefill, decode, prompt_tokens=300)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
+@pytest.mark.on(states_kernel_blocks=False, states_block_size=True)
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
-    _must_cut(lab)
-    if states_kernel_blocks(lab.release):
-        pytest.skip("this release states how blocks are cut")
-
     assert lab.run(_cut_pair(128, 64, prompt_tokens=40)).outcome == "corrupt"
 
 
+@pytest.mark.on(states_block_size=True)
 def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
-    _must_cut(lab)
-    report = lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block")
-
-    assert report.outcome == "corrupt", report
+    lab.on_d(_cut_pair(128, 64), sabotage="shift_block").must_be("corrupt")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.patches import SLUGS
 from kvpatch.peer.other_releases import NULLABLE
 from tests.releases.fetch import fetch
 
@@ -86,7 +85,7 @@ def test_where_no_other_release_is_accepted_p_is_refused_and_goes_on(
     if not releases_table.is_read(pair):
         pytest.skip("there is no hash")
 
-    report = labs.run(pair, _first_case().patched(*SLUGS, prefill=False))
+    report = labs.run(pair, _first_case().patched(prefill=False))
 
     assert report.outcome in ("refused", "failed"), report
     looks_older = FACTS[pair.prefill].answer - NULLABLE <= FACTS[pair.decode].answer

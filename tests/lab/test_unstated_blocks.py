@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patches import SLUGS
-
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, Case, EngineSpec
 from .host import Lab
 from .releases import (
@@ -20,15 +18,13 @@ from .releases import (
 from .stage import Stage
 from .test_like_pairs import tokens_to_move
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(has=lambda release: not tells_blocks(release)),
+]
 
 _WARNING = "is taken for an engine like this one"
-
-
-@pytest.fixture(autouse=True)
-def _handshakes_leave_something_open(lab: Lab) -> None:
-    if tells_blocks(lab.release):
-        pytest.skip("this release's handshake says all of a block")
 
 
 def spec(release: str, block_tokens: int, **more: object) -> EngineSpec:
@@ -50,24 +46,21 @@ def pair(release: str, p: int, d: int, **of_p: object) -> Case:
 def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
     case = pair(lab.release, p, d)
 
-    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(case, lab.release)
+    lab.run(case.patched(prefill=says == "P states it")).must_be(
+        "identical", moved=tokens_to_move(case, lab.release)
+    )
 
 
 @pytest.mark.parametrize("prefill", [False, True])
 def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
     case = pair(lab.release, 128, 64)
 
-    report = lab.run(case.patched(*SLUGS, prefill=prefill), sabotage="shift_block")
-
-    assert report.outcome == "corrupt", report
+    lab.run(case.patched(prefill=prefill), sabotage="shift_block").must_be("corrupt")
 
 
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
 def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int) -> None:
-    report = lab.run(pair(lab.release, p, d).patched(*SLUGS, prefill=False), declares=False)
+    report = lab.on_d(pair(lab.release, p, d), declares=False)
 
     if moves_full_blocks_only(lab.release) and p > d:  # too few of D's: D computes the prompt
         assert (report.outcome, report.moved_tokens) == ("failed", 0), report
@@ -77,45 +70,44 @@ def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int
     assert PEER_BLOCK_SIZE in report.detail and "ENABLE_KVPATCH on P" in report.detail
 
 
-def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(lab: Lab) -> None:
+def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(stage: Stage, lab: Lab) -> None:
     own = spec(lab.release, 64)
-    with Stage(lab) as stage:
-        p, d = stage.start(own), stage.decode(own)
-        prompts = stage.prompts(2, 6 * 64)
+    p, d = stage.start(own), stage.decode(own)
+    prompts = stage.prompts(2, 6 * 64)
 
-        for prompt in prompts:
-            d.ask(*p.compute(prompt))
-            assert d.watch(prompt).received == {prompt.name}
+    for prompt in prompts:
+        d.ask(*p.compute(prompt))
+        assert d.watch(prompt).received == {prompt.name}
 
-        assert d.wrong(*prompts)[0] == 0
-        assert not d.unlike()
-        warned = [line for line in d.call("warned") if _WARNING in line]
-        assert len(warned) == 1 and PEER_BLOCK_SIZE in warned[0], warned
-        assert (PEER_LAYOUT in warned[0]) is not states_layout(lab.release)
+    assert d.wrong(*prompts)[0] == 0
+    assert not d.unlike()
+    warned = [line for line in d.call("warned") if _WARNING in line]
+    assert len(warned) == 1 and PEER_BLOCK_SIZE in warned[0], warned
+    assert (PEER_LAYOUT in warned[0]) is not states_layout(lab.release)
 
 
 @pytest.mark.parametrize("says", ["P states it", "D declares it"])
-def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(lab: Lab, says: str) -> None:
+def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(
+    stage: Stage, lab: Lab, says: str
+) -> None:
     own = spec(lab.release, 64)
-    case = Case("like", own, own, 300).patched(*SLUGS, prefill=says == "P states it")
+    case = Case("like", own, own, 300).patched(prefill=says == "P states it")
     case = declaring(case, lab.release)
-    with Stage(lab) as stage:
-        p, d = stage.start(case.prefill), stage.start(case.decode)
-        prompt = stage.prompt(256)
-        d.ask(*p.compute(prompt))
-        assert d.watch(prompt).received == {prompt.name}
-        assert d.wrong(prompt)[0] == 0
-        assert not [line for line in d.call("warned") if _WARNING in line]
+    p, d = stage.start(case.prefill), stage.start(case.decode)
+    prompt = stage.prompt(256)
+    d.ask(*p.compute(prompt))
+    assert d.watch(prompt).received == {prompt.name}
+    assert d.wrong(prompt)[0] == 0
+    assert not [line for line in d.call("warned") if _WARNING in line]
 
 
 def test_a_wrong_declaration_is_refused_where_p_states_otherwise(lab: Lab) -> None:
-    case = pair(lab.release, 128, 64).patched(*SLUGS)
+    case = pair(lab.release, 128, 64).patched()
     said = replace(case.decode, settings=((PEER_BLOCK_SIZE, "64"),))
 
-    report = lab.run(replace(case, decode=said))
-
-    assert report.outcome == "refused", report
-    assert f"{PEER_BLOCK_SIZE} declares blocks of 64 tokens" in report.detail
+    lab.run(replace(case, decode=said)).must_be(
+        "refused", f"{PEER_BLOCK_SIZE} declares blocks of 64 tokens"
+    )
 
 
 def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
@@ -126,13 +118,13 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
     tokens = 32 if moves_full_blocks_only(lab.release) else 16
     case = replace(case, prompt_tokens=tokens)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
+    report = lab.on_d(case, declares=False)
 
     # 0.10.0 names whole blocks alone: D computes what it cannot load.
     expected = "identical" if moves_full_blocks_only(lab.release) else "corrupt"
     assert report.outcome == expected, report
     assert bool(report.moved_tokens) is (expected == "corrupt")
-    report = lab.run(case.patched(*SLUGS))
+    report = lab.run(case.patched())
     expected = "identical" if states_block_size(lab.release) else "refused"
     assert report.outcome == expected, report
 
@@ -140,13 +132,7 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
 # --- 0.10.0 states no layout ---------------------------------------------------------------
 
 
-@pytest.fixture
-def _states_no_layout(lab: Lab) -> None:
-    if states_layout(lab.release):
-        pytest.skip("this release states its layout")
-
-
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 @pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND"), ("NHD", "NHD")])
 @pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
 @pytest.mark.parametrize("says", ["P states it", "D declares it"])
@@ -155,37 +141,34 @@ def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) 
     decode = replace(case.decode, layout=layouts[1])
     case = replace(case, decode=decode, prompt_tokens=4 * p * d // 16)
 
-    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
+    lab.run(case.patched(prefill=says == "P states it")).must_be(
+        "identical", moved=case.prompt_tokens
+    )
 
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == case.prompt_tokens
 
-
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: Lab) -> None:
     case = pair(lab.release, 16, 16)
     case = replace(case, decode=replace(case.decode, layout="NHD"))
 
-    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
-
-    assert report.outcome == "refused", report
-    assert PEER_LAYOUT in report.detail
+    lab.on_d(case, declares=False).must_be("refused", PEER_LAYOUT)
 
 
-@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.on(states_layout=False)
 @pytest.mark.parametrize("step_tokens", [40, 2048])
 @pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
-def test_with_the_releases_own_scheduler(lab: Lab, p: int, d: int, step_tokens: int) -> None:
+def test_with_the_releases_own_scheduler(
+    stage: Stage, lab: Lab, p: int, d: int, step_tokens: int
+) -> None:
     """D loads the whole blocks that P names, and computes the rest."""
     own = {"own_scheduler": True, "step_tokens": step_tokens}
-    with Stage(lab) as stage:
-        prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True, patches=SLUGS))
-        decode = stage.decode(spec(lab.release, d, **own))
-        for tokens in (190, 192):
-            prompt = stage.prompt(tokens)
+    prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True))
+    decode = stage.decode(spec(lab.release, d, **own))
+    for tokens in (190, 192):
+        prompt = stage.prompt(tokens)
 
-            (served,) = decode.complete(*prefill.compute(prompt))
+        (served,) = decode.complete(*prefill.compute(prompt))
 
-            assert served.status == "FINISHED_LENGTH_CAPPED"
-            assert decode.wrong(prompt)[0] == 0
-            assert prefill.heard([prompt]) == {prompt.name}
+        assert served.status == "FINISHED_LENGTH_CAPPED"
+        assert decode.wrong(prompt)[0] == 0
+        assert prefill.heard([prompt]) == {prompt.name}

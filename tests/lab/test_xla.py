@@ -70,15 +70,9 @@ def of(name: str) -> Case:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_is_identical(lab: Lab, name: str) -> None:
-    report = lab.run(of(name))
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == tokens_to_move(of(name), lab.release)
+    lab.run(of(name)).must_be("identical", moved=tokens_to_move(of(name), lab.release))
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(of("a TPU's"), sabotage=sabotage)
-
-    assert report.outcome == "corrupt", report
-    assert report.wrong_elements > 0
+    lab.run(of("a TPU's"), sabotage=sabotage).must_be("corrupt")

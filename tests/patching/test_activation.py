@@ -166,8 +166,10 @@ def _construct(facts):
     return CONSTRUCT.format(module=facts.connector.module, owner=facts.connector.owner)
 
 
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
 @pytest.mark.parametrize("drift", ["leave_out", "rename_parameter"])
-def test_a_drifted_site_trips_construction_and_spares_the_import(facts, tmp_path, drift):
+def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_path, drift):
+    facts = FACTS[release]
     tree = write_tree(tmp_path, facts, facts.release, **{drift: "register_kv_caches"})
     script = _prelude(facts) + "kvpatch.enable()\n" + _construct(facts)
 

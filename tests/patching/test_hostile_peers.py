@@ -1,4 +1,4 @@
-"""Ten thousand mutations of a handshake that a real release's metadata class carries.
+"""Mutations of a handshake that a real release's metadata class carries.
 
 Each is refused in words, or read within what the peer itself advertised, into nothing
 but the request's own blocks.
@@ -28,12 +28,13 @@ from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unstated_blocks import DeclaredGeometry, complete
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
+from tests.lab.releases import is_full
 
 from .test_remote_geometry import ours_of, regions_of
 
 pytestmark = pytest.mark.patching
 
-MUTATIONS = 10_000
+MUTATIONS = 10_000 if is_full() else 2_000
 TOKENS = 100
 LOCAL_BLOCKS = (4, 2, 9, 1, 7, 3, 8)
 GROUPS = (Group(frozenset("ab"), window_tokens=0),)
@@ -97,7 +98,7 @@ def _other(rng: random.Random, value: Any) -> Any:
     return rng.choice((*_JUNK, *_NUMBERS))
 
 
-def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
+def test_mutations_are_refused_or_harmless() -> None:
     rng = random.Random(20)
     _, ours = ours_of()
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
@@ -125,7 +126,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         for planned in plan_chunks(shares, 1 << 62):
             _check_remote(peer, planned.remote_address, planned.length)
     assert refused + read + alike == MUTATIONS
-    assert refused > 1000 and read > 500, (refused, read, alike)
+    assert refused > MUTATIONS // 10 and read > MUTATIONS // 20, (refused, read, alike)
 
 
 @pytest.mark.parametrize("field", ["kv_cache_layout", "attn_backend_name", "engine_id"])

@@ -167,6 +167,9 @@ def test_a_request_that_is_never_answered_is_one_without_an_answer(
         ((200, 200), (7, 9), ("wrong", "")),
         ((503, 200), (7, 8), ("failed_at_p", "HTTP 503: no")),
         ((200, 500), (7, 8), ("failed_at_d", "HTTP 500: no")),
+        # A connection that ends without a word is no failure that was told.
+        ((0, 200), (7, 8), ("broken_at_p", "ReadError")),
+        ((200, 0), (7, 8), ("broken_at_d", "ReadError")),
     ],
 )
 def test_an_answer_is_judged_by_status_and_tokens(
@@ -174,7 +177,9 @@ def test_an_answer_is_judged_by_status_and_tokens(
 ) -> None:
     def answer(request: Any) -> Any:
         at_p = request.url.host == "p"
-        if (code := status[0 if at_p else 1]) != 200:
+        if (code := status[0 if at_p else 1]) == 0:
+            raise httpx.ReadError("", request=request)
+        if code != 200:
             return httpx.Response(code, text="no")
         if at_p:
             return httpx.Response(200, json={"kv_transfer_params": {"remote_port": 7}})
@@ -192,28 +197,6 @@ def test_an_answer_is_judged_by_status_and_tokens(
 
     found = asyncio.run(served())
     assert (found.kind, found.said) == expected
-
-
-@pytest.mark.parametrize("at_p", [True, False])
-def test_a_connection_that_ends_without_a_word_is_no_failure_that_was_told(
-    at_p: bool, tmp_path: Path
-) -> None:
-    def answer(request: Any) -> Any:
-        if (request.url.host == "p") is at_p:
-            raise httpx.ReadError("", request=request)
-        return httpx.Response(200, json={"kv_transfer_params": {"remote_port": 7}})
-
-    def engine(host: str) -> Any:
-        return SimpleNamespace(url=f"http://{host}", spec=SimpleNamespace(model="model"))
-
-    async def served() -> Outcome:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            options: Any = SimpleNamespace(work_dir=tmp_path)
-            play = Play(client, options, engine("p"), engine("d"), (1, 2))
-            return await play.served(Prompt((1, 2, 3), (7, 8)))
-
-    found = asyncio.run(served())
-    assert (found.kind, found.said) == (f"broken_at_{'p' if at_p else 'd'}", "ReadError")
 
 
 def test_what_another_engine_has_counted_is_not_taken_for_the_first_ones() -> None:

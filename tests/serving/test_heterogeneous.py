@@ -58,6 +58,15 @@ def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
     return any(verdict["tokens"] for verdict in verdicts)
 
 
+def _require_host_buffers(folder: Path, records: list[dict[str, Any]]) -> None:
+    """Both caches are out of NIXL's reach; D asks P, which has kvpatch too."""
+    shown = require_metrics(folder, "host-128-32", records, "host_buffer")
+    assert shown["kvpatch_load_holds_total held"] == shown["kvpatch_loads_total received"], shown
+    saved = metrics_of(folder, "host-128-32-prefill-0")
+    assert saved["kvpatch_host_buffer_saved_blocks_total"] > 0, saved
+    assert saved["kvpatch_host_buffer_blocks all"] > 0, saved
+
+
 @pytest.mark.quick
 def test_the_test_commands_pairs(tmp_path: Path) -> None:
     """A like pair, larger blocks at P, and these behind host buffers."""
@@ -67,29 +76,26 @@ def test_the_test_commands_pairs(tmp_path: Path) -> None:
     require_metrics(tmp_path, "64-64", rows["64-64"], "stock")
     shown = require_metrics(tmp_path, "128-32", rows["128-32"], "direct", "staged")
     assert shown["kvpatch_load_holds_total held"] == 0, "P has no kvpatch"
-    shown = require_metrics(tmp_path, "host-128-32", rows["host-128-32"], "host_buffer")
-    assert shown["kvpatch_load_holds_total held"] == shown["kvpatch_loads_total received"], shown
-    saved = metrics_of(tmp_path, "host-128-32-prefill-0")
-    assert saved["kvpatch_host_buffer_saved_blocks_total"] > 0, saved
-    assert saved["kvpatch_host_buffer_blocks all"] > 0, saved
+    _require_host_buffers(tmp_path, rows["host-128-32"])
     stock = metrics_of(tmp_path, "128-32-prefill-0")
     assert all(name.startswith("vllm:") for name in stock), "P has no kvpatch"
 
 
-def test_other_block_sizes(tmp_path: Path) -> None:
-    """Larger and smaller blocks at P, with prefix hits at D."""
-    rows = _run(tmp_path, "128-32,32-128")
-    for row, records in rows.items():
-        require_identical(records, layers=4)
-        require_metrics(tmp_path, row, records, "direct", "staged")
-        assert _stock_is_wrong_or_fails(records)
+def test_larger_blocks(tmp_path: Path) -> None:
+    """With prefix hits at D, and beside stock, which fails or answers wrongly."""
+    ((row, records),) = _run(tmp_path, "128-32").items()
+    require_identical(records, layers=4)
+    require_metrics(tmp_path, row, records, "direct", "staged")
+    assert _stock_is_wrong_or_fails(records)
 
 
-def test_other_ranks_and_several_peers(tmp_path: Path) -> None:
-    """Heads split and joined, and two different P for one D."""
-    rows = _run(tmp_path, "tp1-tp2,tp2-tp1,2p1d", "--no-stock")
+def test_pairs_of_one_model(tmp_path: Path) -> None:
+    """Smaller blocks, host buffers, heads split and joined, and two different P for one D."""
+    rows = _run(tmp_path, "32-128,host-128-32,tp1-tp2,tp2-tp1,2p1d", "--no-stock")
     for records in rows.values():
         require_identical(records, layers=4)
+    require_metrics(tmp_path, "32-128", rows["32-128"], "direct", "staged")
+    _require_host_buffers(tmp_path, rows["host-128-32"])
 
 
 def test_a_sliding_window(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS, complain_of, layout_found
+from experiments.engines.kvcached_pairs import ROWS, complain_of, layout_found
 from experiments.engines.lab_probe import describe
 from experiments.engines.pairs import Side, choose, row_setups, single_setup
 from kvpatch.core.errors import BadOptions, EngineFailed
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.serving
 
 _EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 _SCRIPT = _EXPERIMENTS / "kvcached_equivalence.sh"
-
-
-def _module() -> Any:
-    path = _EXPERIMENTS / "kvcached_equivalence.py"
-    spec = importlib.util.spec_from_file_location("kvcached_equivalence", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -182,22 +172,6 @@ def test_help_list_and_plan_need_no_gpu() -> None:
     assert "single-wide ENABLE_KVCACHED=false" in planned.stdout
 
 
-def test_without_a_gpu_there_is_a_table_of_its_own() -> None:
-    listed, planned = (_run("--on-cpu", option) for option in ("--list", "--dry-run"))
-
-    assert listed.stdout.split() == [row.name for row in CPU_ROWS]
-    assert len({row.name for row in CPU_ROWS}) == len(CPU_ROWS)
-    layouts = {side.kvcached for row in CPU_ROWS for side in (*row.prefill, row.decode)}
-    assert layouts == {None, "contiguous", "split-half"}
-    assert "--distributed-executor-backend uni" in planned.stdout  # pages go with blocks, in one
-
-
-def test_stock_is_planned_where_it_is_asked_for() -> None:
-    planned = _run("--dry-run", "--stock", "--rows", "contiguous")
-
-    assert "contiguous-decode-stock ENABLE_KVCACHED=true" in planned.stdout
-
-
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have CUDA")
 @pytest.mark.parametrize("python", [sys.executable, ""])
 def test_without_cuda_it_refuses_and_installs_nothing(python: str) -> None:
@@ -206,41 +180,3 @@ def test_without_cuda_it_refuses_and_installs_nothing(python: str) -> None:
     assert refused.returncode == 2
     assert "no CUDA device (nvidia-smi finds none)" in refused.stderr
     assert "--dry-run shows the plan anywhere" in refused.stderr
-
-
-def test_an_unknown_row_and_option_end_it() -> None:
-    row, option = _run("--rows", "nothing"), _run("--no-such-option")
-
-    assert row.returncode == 2 and "--rows: expected some of" in row.stderr
-    assert option.returncode == 2 and "unrecognized arguments" in option.stderr
-
-
-def _fake_driver(folder: Path) -> None:
-    """FAKE nvidia-smi: names a GPU that is not there."""
-    script = folder / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'GPU 0: none (UUID: none)'\n")
-    script.chmod(0o755)
-
-
-def test_without_kvcached_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _fake_driver(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    module = _module()
-
-    with pytest.raises(module.NotHere, match=r"has no .*kvcached.*pip install kvcached==0\.1\.6"):
-        module.require_here()
-
-
-def test_a_torch_without_cuda_is_told_from_a_machine_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _fake_driver(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    module = _module()
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
-
-    with pytest.raises(module.NotHere, match=r"torch .* finds no CUDA device and nvidia-smi does"):
-        module.require_here()
