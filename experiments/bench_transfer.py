@@ -1,20 +1,16 @@
-"""How fast a cache is read into one of another geometry, beside stock's read into a like one.
+"""How fast a cache is read into one of another geometry, beside stock's read of a like one.
 
     python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--json FILE] [--check]
 
-Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
-with P's geometry: one prepared descriptor per block and layer. Every other row reads the
-same tokens into another geometry, with all that a request costs: pairing, planning, posting,
-copying, waiting, in the progress thread as in an engine, with copies in a thread of their own;
-"copied by turns" is staged with the copies in the progress thread too, and "in steps" the same
-without a thread, driven by a loop that does nothing else. Each row's bytes are compared before
-it is timed. Blocks are scattered.
-"extra MiB" is what a read took at its peak beyond the caches and the pool (resident memory).
+Two processes with one NIXL agent each. "stock, both like P" is a release's read between two engines
+with P's geometry: one prepared descriptor for each block and layer. "direct" and "staged" read the
+same tokens into D's geometry, with the whole cost of a request: pairing, planning, posting,
+copying, waiting. They run in the progress thread, as in an engine, and the copies in a thread of
+their own. The bytes of each row are compared before it is timed. Blocks are scattered.
 
-"bound" is what no staged read can beat here: stock's read of the same bytes, and beside it, in a
-thread of its own, a plain copy of as many bytes that are in the processor's cache. "waits ms" is
-for how long these threads had work and no processor (Linux's schedstat): on a machine of
-two cores NIXL's own threads, which never sleep, take turns with it.
+"bound" is a limit that no staged read can beat here: stock's read of the same bytes, and beside it
+a thread that copies as many bytes within the processor's cache. "waits ms" is how long kvpatch's
+threads had work and no processor (Linux's schedstat): NIXL's own threads never sleep.
 """
 
 from __future__ import annotations
@@ -40,18 +36,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
-from kvpatch.geometry.direct_plan import plan_parts, plan_runs
+from kvpatch.geometry.direct_plan import plan_parts
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
-from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.progress_thread import ProgressThread
-from kvpatch.transfer.read_times import Metered
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
@@ -131,28 +126,15 @@ class Measured:
     of_like_d: float
     of_bound: float
     descriptors: int
-    plan_seconds: float
     working_seconds: float
     waiting_seconds: float
-    extra_bytes: int
 
 
-def make_agent(name: str, threads: int = THREADS, wait_us: int = 0) -> Any:
-    """A NIXL agent as vLLM makes one, but for the wait of its progress thread."""
+def make_agent(name: str, threads: int = THREADS) -> Any:
+    """Makes a NIXL agent as vLLM does."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    bindings = nixl_agent.__init__.__globals__["nixlBind"]
-    make = bindings.nixlAgent
-
-    def patient(name: str, config: Any) -> Any:
-        config.pthrDelay = wait_us  # which NIXL's Python API has no name for
-        return make(name, config)
-
-    bindings.nixlAgent = patient
-    try:
-        return nixl_agent(name, nixl_agent_config(num_threads=threads, capture_telemetry=True))
-    finally:
-        bindings.nixlAgent = make
+    return nixl_agent(name, nixl_agent_config(num_threads=threads, capture_telemetry=True))
 
 
 def random_bytes(size: int, seed: int) -> torch.Tensor:
@@ -160,11 +142,9 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def prefill_side(
-    connection: Connection, size_bytes: int, threads: int = THREADS, wait_us: int = 0
-) -> None:
+def prefill_side(connection: Connection, size_bytes: int, threads: int = THREADS) -> None:
     """Holds a cache until it is told to end."""
-    agent = make_agent("P", threads, wait_us)
+    agent = make_agent("P", threads)
     memory = random_bytes(size_bytes, 1)
     agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], "DRAM")
     connection.send((agent.get_agent_metadata(), memory.data_ptr()))
@@ -174,10 +154,8 @@ def prefill_side(
 class Decode:
     """D's process: its own memory, and P's agent."""
 
-    def __init__(
-        self, size_bytes: int, connection: Connection, threads: int = THREADS, wait_us: int = 0
-    ) -> None:
-        self.agent = make_agent("D", threads, wait_us)
+    def __init__(self, size_bytes: int, connection: Connection, threads: int = THREADS) -> None:
+        self.agent = make_agent("D", threads)
         self.memory = random_bytes(size_bytes, 2)
         self.agent.register_memory([(self.memory.data_ptr(), size_bytes, 0, "")], "DRAM")
         metadata, self.remote_address = connection.recv()
@@ -210,22 +188,22 @@ class Decode:
 
 
 @contextmanager
-def beside_prefill(size_bytes: int, threads: int = THREADS, wait_us: int = 0) -> Iterator[Decode]:
+def beside_prefill(size_bytes: int, threads: int = THREADS) -> Iterator[Decode]:
     """D, while another process holds a cache as large."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, size_bytes, threads, wait_us)
+    arguments = (theirs, size_bytes, threads)
     prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
     prefill.start()
     try:
-        yield Decode(size_bytes, ours, threads, wait_us)
+        yield Decode(size_bytes, ours, threads)
     finally:
         ours.send(None)
         prefill.join()
 
 
-Way = Callable[[], tuple[int, float]]
-"""A read; returns its descriptors and the seconds that it was planned."""
+Way = Callable[[], int]
+"""A read; returns the number of its descriptors."""
 
 
 class Setup:
@@ -291,14 +269,14 @@ class Setup:
             (first + np.random.default_rng(seed).permutation(blocks)).reshape(-1) for seed in (5, 0)
         )
 
-        def run() -> tuple[int, float]:
+        def run() -> int:
             handle = agent.make_prepped_xfer("READ", sides[0], ours, sides[1], theirs, b"")
             self.decode.wait(handle)
-            return ours.size, 0.0
+            return ours.size
 
         return run
 
-    def bound(self, like: Way) -> tuple[int, float]:
+    def bound(self, like: Way) -> int:
         """Stock's way, while as many bytes are copied that the processor has at hand."""
         source = np.ones(_COPY_BYTES, dtype=np.uint8)
         target = np.ones_like(source)
@@ -307,43 +285,7 @@ class Setup:
         for _ in range(-(-self.total_bytes // _COPY_BYTES)):
             np.copyto(target, source)
         reading.join()
-        return 0, 0.0
-
-    def direct(self) -> tuple[int, float]:
-        """Every run to its place."""
-        started = time.perf_counter()
-        copies = [copy for overlap in self.overlaps for copy in overlap.copies]
-        plan = plan_runs([(self.segments(), copies)])
-        planned = time.perf_counter() - started
-        runs = plan.remote_address, plan.local_address, plan.length
-        self.decode.wait(prepare_read(self.decode.agent, self.decode.ends, *runs))
-        return len(plan), planned
-
-    def staged(self) -> tuple[int, float]:
-        """Whole remote blocks into the pool, copies out of it; planned while others are read."""
-        planning, runs = 0.0, 0
-
-        def rounds() -> Iterator[Chunk]:
-            nonlocal planning, runs
-            started = time.perf_counter()
-            share = Share(self.segments(), self.overlaps)
-            for planned in plan_chunks([share], self.pool.chunk_bytes):
-                planning += time.perf_counter() - started
-                runs += planned.length.size
-                yield planned
-                started = time.perf_counter()
-
-        read = StagedRead(
-            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            Unposted((), rounds()),
-        )  # fmt: skip
-        read.start()
-        while (state := read.state()) == "PROC":
-            pass
-        if state != "DONE":
-            raise RuntimeError(f"a read ended as {state}")
-        read.release()
-        return runs, planning
+        return 0
 
     def background(self, *, is_direct: bool) -> BackgroundRead:
         """The same in the progress thread, as a worker reads; not started."""
@@ -361,34 +303,15 @@ class Setup:
         )  # fmt: skip
         return BackgroundRead(read, self.thread)
 
-    def steps_read(self) -> StagedRead:
-        """A staged read that goes on when it is looked at."""
-        share = Share(self.segments(), self.overlaps)
-        chunks = plan_chunks([share], self.pool.chunk_bytes)
-        return StagedRead(
-            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            Unposted((), chunks),
-        )  # fmt: skip
-
-    def in_thread(self, *, is_direct: bool, metered: Metered | None = None) -> tuple[int, float]:
-        """By the thread alone: the loop looks whether it is done."""
+    def in_thread(self, *, is_direct: bool) -> int:
+        """Reads by the progress thread alone; the loop only polls it."""
         read = self.background(is_direct=is_direct)
-        if metered is not None:
-            read._read.metered = metered
         read.start()
         while (state := read.state()) == "PROC":
             time.sleep(_LOOK_SECONDS)
         if state != "DONE":
             raise RuntimeError(f"a read ended as {state}")
-        return read.telemetry().descCount, 0.0
-
-    def by_turns(self) -> tuple[int, float]:
-        """A staged read whose copies are made by the thread that reads."""
-        self.caches.thread, beside = None, self.caches.thread
-        try:
-            return self.in_thread(is_direct=False)
-        finally:
-            self.caches.thread = beside
+        return read.telemetry().descCount
 
     def check(self) -> None:
         """Every item of every token in its place."""
@@ -407,14 +330,6 @@ class Setup:
                 raise SystemExit(f"{self.pair}: {ours} is not what P holds")
 
 
-def resident_bytes(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (at its peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
-
-
 def progress_seconds() -> tuple[float, float]:
     """For how long our threads have been on a processor, and waited for one."""
     spent = waited = 0
@@ -423,14 +338,6 @@ def progress_seconds() -> tuple[float, float]:
             found = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             spent, waited = spent + int(found[0]), waited + int(found[1])
     return spent / 1e9, waited / 1e9
-
-
-def extra_bytes(run: Way) -> int:
-    """What one run needs at its peak beyond what the process held before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident_bytes("VmRSS")
-    run()
-    return max(0, resident_bytes("VmHWM") - before)
 
 
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
@@ -444,28 +351,21 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
         "bound": partial(setup.bound, ways["stock, both like P"]),
         "direct": partial(setup.in_thread, is_direct=True),
         "staged": partial(setup.in_thread, is_direct=False),
-        "staged, copied by turns": setup.by_turns,
-        "direct, in steps": setup.direct,
-        "staged, in steps": setup.staged,
     }
-    extra = {}
     for way, run in ways.items():
         decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
         run()
         if not way.startswith(("stock", "bound")):
             setup.check()
-        extra[way] = extra_bytes(run)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    planning: dict[str, list[float]] = {way: [] for way in ways}
     descriptors = {}
     worked: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(repeat):
         for way, run in ways.items():
             before = progress_seconds()
             started = time.perf_counter()
-            descriptors[way], planned = run()
+            descriptors[way] = run()
             seconds[way].append(time.perf_counter() - started)
-            planning[way].append(planned)
             after = progress_seconds()
             worked[way].append((after[0] - before[0], after[1] - before[1]))
 
@@ -484,10 +384,8 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
             beside("stock, both like D", way),
             beside("bound", way),
             descriptors[way],
-            statistics.median(planning[way]),
             statistics.median(working for working, _ in worked[way]),
             statistics.median(waiting for _, waiting in worked[way]),
-            extra[way],
         )
         for way in ways
     ]
@@ -505,18 +403,15 @@ def show(rows: list[Measured], console: Console) -> None:
             "like D",
             "of bound",
             "descriptors",
-            "plan ms",
             "works ms",
             "waits ms",
-            "extra MiB",
         ):
             table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
         for row in (row for row in rows if row.model == model):
             table.add_row(
                 row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
                 f"{row.of_like_d:.2f}", f"{row.of_bound:.2f}", f"{row.descriptors:,}",
-                f"{row.plan_seconds * 1e3:.1f}", f"{row.working_seconds * 1e3:.0f}",
-                f"{row.waiting_seconds * 1e3:.0f}", f"{row.extra_bytes / 1024**2:.0f}",
+                f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}",
             )  # fmt: skip
         console.print(table)
 
@@ -537,14 +432,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
-    parser.add_argument("--wait-us", type=int, default=0, help="of both progress threads")
     parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
     add_options(parser)
     options = parser.parse_args()
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
-    beside = beside_prefill(size, options.threads, options.wait_us)
+    beside = beside_prefill(size, options.threads)
     with beside as decode, console.status("measuring") as status:
         chosen = [int(number) for number in options.pairs.split(",") if number]
         for pair in [PAIRS[number] for number in chosen] or PAIRS:

@@ -12,7 +12,6 @@ from benchmark_tables import Raw
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-_MIB = 1024**2
 _COLORS = ("0.6", "tab:orange", "tab:blue")
 
 
@@ -39,22 +38,6 @@ def transfer(raw: Raw, target: Path) -> None:
     plt.close(figure)
 
 
-def direct(raw: Raw, target: Path) -> None:
-    """Speed of direct reads by the size of their runs."""
-    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-    sizes = [row["run_bytes"] / 1024 for row in raw]
-    for name, label in (("prepared", "prepared once, as stock"), ("anew", "made anew"),
-                        ("kvpatch", "kvpatch")):  # fmt: skip
-        speed = [row["run_bytes"] * row["runs"] / row[f"{name}_seconds"] / 1e9 for row in raw]
-        axes.plot(sizes, speed, "o-", label=label)
-    axes.set(xscale="log", xlabel="KiB a run", ylabel="GB/s", ylim=(0, None))
-    axes.set_title("direct reads")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-
-
 def serving(raw: Raw, target: Path) -> None:
     """Time to first token of each pair as a share of the like pair's, prompt by prompt."""
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -75,27 +58,6 @@ def serving(raw: Raw, target: Path) -> None:
     plt.close(figure)
 
 
-def growth(raw: Raw, target: Path) -> None:
-    """Planning and memory by the length of a prompt."""
-    figure, (time, memory) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    tokens: list[int] = []
-    for way, color in (("staged", "tab:blue"), ("direct", "tab:orange")):
-        rows = [row for row in raw["prompts"] if row["way"] == way]
-        tokens = [row["tokens"] for row in rows]
-        time.plot(tokens, [row["all_seconds"] * 1e3 for row in rows], "o-", color=color, label=way)
-        first = [row["first_seconds"] * 1e3 for row in rows]
-        time.plot(tokens, first, "o:", color=color, label=f"{way}, to its first part")
-        memory.plot(tokens, [row["peak_bytes"] / _MIB for row in rows], "o-", color=color)
-    linear = [tokens[0], tokens[-1]]
-    time.plot(linear, [0.2, 0.2 * linear[1] / linear[0]], color="0.7", zorder=0, label="linear")
-    for axes, title in ((time, "planning, ms"), (memory, "held at the peak, MiB")):
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
-        axes.grid(alpha=0.3)
-    time.legend(fontsize="small")
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-
-
 PICTURES: dict[str, Callable[[Raw, Path], None]] = {
-    drawn.__name__: drawn for drawn in (transfer, direct, serving, growth)
+    drawn.__name__: drawn for drawn in (transfer, serving)
 }

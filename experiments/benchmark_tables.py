@@ -39,73 +39,6 @@ def transfer(raw: Raw) -> Made:
     return Made(columns, rows)
 
 
-def direct(raw: Raw) -> Made:
-    """A row for each size of runs."""
-    rows = [
-        [
-            f"{row['run_bytes'] // 1024:,} KiB", f"{row['runs']:,}",
-            f"{row['prepared_seconds'] * 1e3:.0f}", f"{row['anew_seconds'] * 1e3:.0f}",
-            f"{row['kvpatch_seconds'] * 1e3:.0f}", f"{row['anew_of_prepared']:.2f}",
-            f"{row['kvpatch_of_prepared']:.2f}",
-        ]
-        for row in raw
-    ]  # fmt: skip
-    columns = ("a run", "runs", "prepared once, ms", "made anew, ms", "kvpatch, ms",
-               "speed of prepared ones: anew", "kvpatch")  # fmt: skip
-    return Made(columns, rows)
-
-
-def choice(raw: Raw) -> Made:
-    """A row for each pair."""
-    rows = [
-        [
-            row["pair"], f"{row['direct_seconds'] * 1e3:.0f}", f"{row['staged_seconds'] * 1e3:.0f}",
-            row["built_in"], row["probe"], f"{row['probe_loss']:.0%}", row["own_reads"],
-            f"{row['own_reads_loss']:.0%}",
-        ]
-        for row in raw
-    ]  # fmt: skip
-    columns = ("P → D", "direct, ms", "staged, ms", "chosen by constants", "by the probe",
-               "slower than the faster way by", "after eight reads",
-               "slower than the faster way by")  # fmt: skip
-    return Made(columns, rows)
-
-
-def plan(raw: Raw) -> Made:
-    """A row for each pair, of 1,000 blocks."""
-
-    def ms(row: Mapping[str, float], name: str) -> str:
-        return f"{row[name] * 1e3:.1f}"
-
-    rows = [
-        [
-            row["pair"], f"{row['runs']:,}", ms(row, "direct_first_seconds"),
-            ms(row, "direct_all_seconds"), ms(row, "staged_first_seconds"),
-            ms(row, "staged_all_seconds"), "direct" if row["is_direct"] else "staged",
-        ]
-        for row in raw
-        if row["blocks"] == 1000
-    ]  # fmt: skip
-    columns = ("P → D", "runs of a direct read", "direct, to the first runs, ms", "all",
-               "staged, to the first chunk, ms", "all", "read as")  # fmt: skip
-    return Made(columns, rows)
-
-
-def steps(raw: Raw) -> Made:
-    """A row for each loop."""
-    rows = [
-        [
-            f"{row['loop']} {row['period_ms']} ms" if row["period_ms"] else row["loop"],
-            row["driven_by"], f"{row['gb_per_second']:.2f}", f"{row['look_p99_ms']:.2f}",
-            f"{row['look_longest_ms']:.1f}", f"{row['on_processor_p99_ms']:.2f}",
-        ]
-        for row in raw
-    ]  # fmt: skip
-    columns = ("a loop that", "reads go on in", "GB/s", "a look, 99 of 100, ms", "longest",
-               "the same without waits for a processor, ms")  # fmt: skip
-    return Made(columns, rows)
-
-
 def serving(raw: Raw) -> Made:
     """A row for each pair, D idle and busy."""
     rows = []
@@ -130,25 +63,6 @@ def _quartiles(loads: Sequence[Mapping[str, float]], what: str) -> str:
     each = [load[what] / load[f"like_{what}"] for load in loads]
     lower, middle, upper = statistics.quantiles(each, n=4)
     return f"{middle:.2f} ({lower:.2f} to {upper:.2f})"
-
-
-def growth(raw: Raw) -> Made:
-    """A row for each length of a prompt."""
-    by_way: dict[str, dict[int, Any]] = {"staged": {}, "direct": {}}
-    for row in raw["prompts"]:
-        by_way[row["way"]][row["tokens"]] = row
-    rows = []
-    for tokens in by_way["staged"]:
-        row = [f"{tokens:,}"]
-        for way in by_way.values():
-            found = way[tokens]
-            row += [f"{found['first_seconds'] * 1e3:.1f}", f"{found['all_seconds'] * 1e3:.1f}",
-                    f"{found['peak_bytes'] / 1024**2:.1f}"]  # fmt: skip
-        rows.append(row)
-    columns = ("tokens of a prompt", "staged, to the first chunk, ms", "all, ms",
-               "held at the peak, MiB", "direct, to the first runs, ms", "all, ms",
-               "held at the peak, MiB")  # fmt: skip
-    return Made(columns, rows)
 
 
 def drill(raw: Raw) -> Made:
@@ -183,5 +97,5 @@ _JUDGED = ("right", "wrong", "failed")
 
 
 TABLES: dict[str, Callable[[Raw], Made]] = {
-    made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth, drill)
-} | {}
+    made.__name__: made for made in (transfer, serving, drill)
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
 from kvpatch.tools.verify.caches import LayerCache, layer_caches
 from kvpatch.tools.verify.probe import CacheProbe
@@ -28,17 +27,6 @@ class LabProbe(CacheProbe):
         readers = [state.held(Reader) for state in _states()]
         made = [reader.heterogeneous for reader in readers if reader]
         return {"staging_bytes": sum(reads.pool.taken_bytes for reads in made if reads)}
-
-    def kvpatch_saved(self) -> dict[str, float]:
-        """What saving to this process's host buffers has taken so far."""
-        found = [one for state in _states() if (one := state.held(HostBuffer)) is not None]
-        return {
-            "blocks": sum(buffer.costs.blocks for buffer in found),
-            "seconds": sum(buffer.costs.seconds for buffer in found),
-            "bytes_per_block": sum(
-                buffer.pool.size_bytes // buffer.host_blocks for buffer in found
-            ),
-        }
 
 
 def _states() -> list[WorkerState]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import wrapt
 
-from experiments.made_reader import preparing
 from kvpatch.load.read_factory import Progress
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import copying_thread
@@ -25,6 +24,7 @@ from kvpatch.transfer.cores import cores_of_all_threads
 from kvpatch.transfer.staged_read import StagedRead
 from tests.geometry.whole_caches import named_layout
 
+from .made_reader import preparing
 from .staged_world import (
     DRAM,
     LOCAL_SIZES,
