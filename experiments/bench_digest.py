@@ -1,4 +1,4 @@
-"""What a digest of a request's cache costs, beside a plain copy of the same bytes.
+"""Measures a digest of a request's cache beside a plain copy of the same bytes.
 
     python experiments/bench_digest.py [--mib 64] [--repeat 7] [--json FILE] [--check]
 
@@ -64,7 +64,7 @@ class Cache:
         return self.layers * self.heads * row
 
     def sizes(self, blocks: int) -> CacheSizes:
-        """Of so many blocks."""
+        """Returns the sizes of a cache of so many blocks."""
         return CacheSizes(
             self.layers, blocks, self.heads, self.block_tokens, self.channels, self.item_bytes,
             contents=self.contents,

@@ -1,4 +1,4 @@
-"""What kvpatch adds to a step of D in which nothing is loaded, instrument by instrument.
+"""Measures what kvpatch adds to a step of D without work, instrument by instrument.
 
     python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
 
@@ -64,7 +64,7 @@ _WANTED = ("holds (the default)",)
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Of each D."""
+    """Measures each D."""
     with Stage(lab) as stage:
         prefill = stage.prefill(SPEC)
         sides = {name: stage.start(spec) for name, spec in SIDES.items()}

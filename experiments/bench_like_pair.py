@@ -1,4 +1,4 @@
-"""What kvpatch costs a pair of like engines, which stays on the release's own path.
+"""Measures what kvpatch costs a pair of like engines, which stays on the release's own path.
 
     python experiments/bench_like_pair.py [--release 0.32.0] [--repeat 100] [--json FILE]
 
@@ -45,7 +45,7 @@ SPEC = EngineSpec(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process's first thread."""
+    """Returns the processor seconds of a process's first thread."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
@@ -74,7 +74,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def measure(lab: Lab, idle: dict[str, list[float]]) -> dict[str, list[tuple[float, float]]]:
-    """As many turns as P has blocks for, and some idle steps."""
+    """Takes as many turns as P has blocks for, and some idle steps."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
     order = list(found)
     with Stage(lab) as stage:

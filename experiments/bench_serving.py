@@ -69,7 +69,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """What is held against a like pair of ``like``'s engines without kvpatch."""
+    """A pair that is compared with a stock like pair of ``like``'s engines."""
 
     name: str
     prefill: Side

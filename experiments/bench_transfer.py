@@ -63,7 +63,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What both sides agree on."""
+    """The facts on which both sides agree."""
 
     name: str
     layers: int
@@ -88,7 +88,7 @@ class Pair:
     local_tokens: int
 
     def tokens_in(self, size_bytes: int) -> int:
-        """As many tokens as so many bytes hold, in whole blocks of both sides; some at least."""
+        """Returns the tokens that so many bytes hold, in whole blocks of both sides; some at least."""
         lot = math.lcm(self.remote_tokens, self.local_tokens)
         return max(1, size_bytes // self.model.token_bytes // lot) * lot
 

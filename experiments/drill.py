@@ -76,7 +76,7 @@ class Pair:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing may go wrong with it."""
+        """True if nothing may go wrong with it."""
         return self.prefill_kvpatch and self.decode_kvpatch
 
 
@@ -174,7 +174,7 @@ async def scene(
 
 @dataclass(frozen=True)
 class Book:
-    """What one engine has counted; ``group`` says which one it was."""
+    """The counts of one engine; ``group`` says which process it was."""
 
     group: int | None
     counts: Mapping[str, int]
@@ -202,7 +202,7 @@ async def read_books(play: Play) -> Books:
 
 
 def since(before: Book, now: Book, name: str) -> int | None:
-    """What an engine has counted; None for one that is not the one it was."""
+    """Returns what an engine has counted since; None if another one has taken its place."""
     return now.counts[name] - before.counts[name] if now.group == before.group else None
 
 
@@ -237,7 +237,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Asking:
-    """What one run plays; ``requests`` of each scene of each pair."""
+    """The scenes and pairs of one run; ``requests`` are of each scene of each pair."""
 
     pairs: Sequence[Pair]
     scenes: Sequence[str]
@@ -297,7 +297,7 @@ async def drill(asking: Asking, options: Options, console: Console) -> list[Row]
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """What became of requests, beside what P and D counted."""
+    """Shows what became of requests, beside what P and D counted."""
     shown = Table(title=f"lease of {LEASE_S} s; wrong: with HTTP 200")
     for name in (
         "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
@@ -324,7 +324,7 @@ def known(counted: int | None) -> str:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Of kvpatch on both sides, and that stock's pair shows what is drilled."""
+    """Judges kvpatch on both sides, and that stock's pair shows the faults."""
     found = []
     ours = {pair.name for pair in PAIRS if pair.is_ours}
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a benchmark is to reach, beside what it found; and the options that all of them have."""
+"""Compares a benchmark's results with its goals, and adds the options that all have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(width: int) -> Console:
-    """As wide as the terminal; in a file as wide as a table needs it."""
+    """Makes a console as wide as the terminal, or as a table needs it in a file."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 

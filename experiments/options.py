@@ -1,4 +1,4 @@
-"""What scripts that play engines take and show alike: names by commas, a folder, what failed."""
+"""Takes and shows what scripts with engines share: names by commas, a folder, failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpatch.core.errors import BadOptions
 
 
 def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
-    """Those of a list by commas, in the order of ``names``; all for None.
+    """Returns the names of a list by commas, in the order of ``names``; all for None.
 
     Raises:
         BadOptions: there is none of a name.

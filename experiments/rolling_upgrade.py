@@ -75,7 +75,7 @@ WAYS = ("beside", "killed")
 
 @dataclass(frozen=True)
 class Phase:
-    """What became of the requests that ended between two events of one run.
+    """Counts of the requests that ended between two events of one run.
 
     Attributes:
         engines: "stock", or "kvpatch on D".
@@ -340,7 +340,7 @@ def table(rows: Sequence[Phase]) -> Table:
 
 
 def goals(rows: Sequence[Phase]) -> list[Goal]:
-    """Of kvpatch on D, and that stock's engines show what an upgrade does."""
+    """Judges kvpatch on D, and that stock's engines show what an upgrade does."""
     ours = [row for row in rows if row.engines != "stock"]
     stock = [row for row in rows if row.engines == "stock"]
     found = []

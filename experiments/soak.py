@@ -66,7 +66,7 @@ GROWTH_BYTES = 64 * 1024**2
 
 @dataclass
 class Tally:
-    """What has become of requests, and how much memory engines took when."""
+    """Counts the ends of requests, and the engines' memory over time."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Sample:
-    """What both engines took at one time.
+    """The memory of both engines at one time.
 
     Attributes:
         seconds: since the first request.
@@ -128,7 +128,7 @@ class References:
 
     @classmethod
     def load(cls, path: Path, count: int) -> References | None:
-        """What an earlier run kept; None where that is less."""
+        """Loads what an earlier run kept; None where that is less."""
         if not path.exists():
             return None
         whole, *prompts = (Prompt(*map(tuple, pair)) for pair in json.loads(path.read_text()))
@@ -271,7 +271,7 @@ class Soak:
             return
 
     async def ask(self, prompt: Prompt, how: float, patience: float) -> str:
-        """What became of it."""
+        """Sends one request and returns its end."""
         name = f"kvpatch{uuid.uuid4().hex}"
         if 0.08 <= how < 0.12:
             await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
@@ -285,7 +285,7 @@ class Soak:
         return "right" if answer.token_ids == prompt.answer else "wrong"
 
     async def pass_on(self, prompt: Prompt, name: str) -> Completion:
-        """As a proxy does."""
+        """Sends a prompt to P and then to D, as a proxy does."""
         return await prefill_then_decode(
             self.client,
             self.prefill.url,
@@ -353,7 +353,7 @@ class Soak:
         return alone, await self.seconds_for_all_host_blocks()
 
     async def host_blocks_left(self) -> HostBlocksSaid | None:
-        """What P's log says last of them, once P has had steps in which to give them back."""
+        """Returns what P's log says last of them, after steps in which P can give them back."""
         path = self.options.work_dir / f"{self.prefill.spec.name}.log"
         end = time.monotonic() + 2 * LEASE_S
         while True:
@@ -365,7 +365,7 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def staging_bytes(self) -> int:
-        """What is taken of D's staging pool."""
+        """Returns the bytes that are taken of D's staging pool."""
         return int((await self.decode.rpc(self.client, "kvpatch_held"))[0]["staging_bytes"])
 
 
@@ -428,7 +428,7 @@ def mib(size_bytes: float) -> str:
 
 
 def growth(tally: Tally) -> tuple[int, int]:
-    """Of P and D since half of what followed the last restart.
+    """Returns the growth of P and D in the second half after the last restart.
 
     Before, what any engine needs for lengths of prompts that it has not met comes in.
     """
@@ -438,7 +438,7 @@ def growth(tally: Tally) -> tuple[int, int]:
 
 
 def show(run: Soak, served: int, console: Console) -> None:
-    """What has become of the requests."""
+    """Shows the ends of the requests."""
     tally = run.tally
     console.print(f"{served} requests in {tally.memory[-1].seconds:.0f} s", highlight=False)
     for outcome, count in sorted(tally.outcomes.items()):
@@ -448,7 +448,7 @@ def show(run: Soak, served: int, console: Console) -> None:
 
 
 async def soak(options: argparse.Namespace, console: Console) -> bool:
-    """Whether all went well."""
+    """Plays the soak; true if all went well."""
     of_run = Options(work_dir=work_folder(options.work_dir, "soak", console))
     model = str(make_tiny_llama(of_run.work_dir / "model"))
     kept = of_run.work_dir / "references.json"
@@ -482,7 +482,7 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
 
 
 async def verdict(run: Soak, served: int) -> bool:
-    """Whether every answer was right and nothing is left; growth is shown beside it."""
+    """True if every answer was right and nothing is left; shows growth beside it."""
     tally, console = run.tally, run.console
     passed = (
         not tally.wrong

@@ -108,7 +108,7 @@ class Record:
 
     @property
     def is_patched(self) -> bool:
-        """Whether kvpatch had changed anything in this process."""
+        """True if kvpatch had changed anything in this process."""
         return any(patch["outcome"] == "applied" for patch in self.kvpatch["patches"])
 
     def count(self, result: str) -> int:
@@ -360,7 +360,7 @@ def print_tests(title: str, pairs: Sequence[Pair], console: Console) -> None:
 
 
 def print_common_failures(pairs: Sequence[Pair], console: Console) -> None:
-    """What fails on both sides: what this machine lacks, and nothing of kvpatch's."""
+    """Shows what fails on both sides: this machine lacks something, and kvpatch is not the cause."""
     table = _table_of_tests("fail on both sides", "test", "why")
     for pair in pairs:
         for test, reason in pair.off.reasons.items():

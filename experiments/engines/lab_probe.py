@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.load.reader import Reader
-from kvpatch.tools.verify.caches import LayerCache, layer_caches
+from kvpatch.tools.verify.caches import ProbedLayer, layer_caches
 from kvpatch.tools.verify.probe import CacheProbe
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class LabProbe(CacheProbe):
         return [describe(layer) for layer in layer_caches(self)]
 
     def kvpatch_held(self) -> dict[str, int]:
-        """What kvpatch holds in this process of requests: all 0 once they are over.
+        """Returns what kvpatch holds for requests in this process: all 0 once they are over.
 
         Blocks of host buffers are the scheduler's, which says so in its log.
         """
@@ -30,7 +30,7 @@ class LabProbe(CacheProbe):
 
 
 def _states() -> list[WorkerState]:
-    """Of this process's connectors."""
+    """Returns the states of this process's connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     from kvpatch.worker.state import worker_state
@@ -41,7 +41,7 @@ def _states() -> list[WorkerState]:
     return [worker_state(worker) for worker in workers if worker is not None]
 
 
-def describe(layer: LayerCache) -> dict[str, Any]:
+def describe(layer: ProbedLayer) -> dict[str, Any]:
     """One layer's tensor and planes as plain data. Addresses and strides in bytes."""
     tensor = layer.tensor
     storage = tensor.untyped_storage()

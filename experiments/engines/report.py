@@ -7,7 +7,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult
-from kvpatch.tools.verify.compare import NULL_BLOCK, Comparison, Observation, Snapshot, Verdict
+from kvpatch.tools.verify.compare import (
+    NULL_BLOCK,
+    CaseVerdict,
+    Observation,
+    SetupComparison,
+    Snapshot,
+)
 from kvpatch.tools.verify.prompts import Case, steps
 from kvpatch.tools.verify.report import errors, json_lines
 
@@ -61,8 +67,8 @@ def row_line(result: RowResult) -> str:
     return f"{result.row.name} ({result.row}): {', '.join(cells)}"
 
 
-def tokens_cell(verdicts: Sequence[Verdict]) -> str:
-    """What became of a set-up's tokens: identical, or how many are wrong, or failed."""
+def tokens_cell(verdicts: Sequence[CaseVerdict]) -> str:
+    """Tells if a set-up's tokens are identical, or how many are wrong or failed."""
     if not verdicts:
         return "not run"
     failed = sum(verdict.tokens == "failed" for verdict in verdicts)
@@ -75,8 +81,8 @@ def tokens_cell(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(parts) or "identical"
 
 
-def cache_cell(verdicts: Sequence[Verdict]) -> str:
-    """Whether the decode engine's caches have the prefill engine's bytes."""
+def cache_cell(verdicts: Sequence[CaseVerdict]) -> str:
+    """Tells if the decode engine's caches have the prefill engine's bytes."""
     if not verdicts:
         return "not run"
     wrong = sum(bool(verdict.transfer or verdict.prefill) for verdict in verdicts)
@@ -100,7 +106,7 @@ def _hits_cell(result: RowResult) -> str:
     return "+".join(map(str, prefix_hits(result.comparison)))
 
 
-def prefix_hits(comparison: Comparison) -> list[int]:
+def prefix_hits(comparison: SetupComparison) -> list[int]:
     """For each pair of prompts with a shared prefix, how many blocks the later one found on D."""
     cases, found = comparison.cases, comparison.observations["kvpatch"]
     hits = []

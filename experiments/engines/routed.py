@@ -46,7 +46,7 @@ def connections() -> httpx.AsyncClient:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request, and what a failure said.
+    """The end of one request, and the words of a failure.
 
     Attributes:
         kind: ``right``, ``wrong``, ``no_answer``; ``failed_at_p`` or ``failed_at_d`` where that
@@ -125,7 +125,7 @@ class Play:
         ]
 
     async def finish(self, prompt: Prompt, name: str, answer: dict[str, Any] | Outcome) -> Outcome:
-        """What P has answered, sent to D."""
+        """Sends D what P has answered."""
         return answer if isinstance(answer, Outcome) else await self.at_d(prompt, name, answer)
 
     async def others(self) -> None:
@@ -151,7 +151,7 @@ class Asked:
 
 
 async def settled(asked: Sequence[Asked]) -> list[Outcome]:
-    """What becomes of them when nothing is held up any more; clients' patience starts here."""
+    """Waits for their ends after the fault; clients' patience starts here."""
     tasks = [one.answering for one in asked]
     _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
     for task in waiting:

@@ -22,7 +22,9 @@ from .messages import Refusal
 
 pytestmark = pytest.mark.contract
 
-_LOG_LINES = [tables.ROOT / "docs" / "reference" / name for name in ("log_lines.md", "log_lines_of_vllm.md")]
+_LOG_LINES = [
+    tables.ROOT / "docs" / "reference" / name for name in ("log_lines.md", "log_lines_of_vllm.md")
+]
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector"
 _CODE = re.compile(r"`([^`]+)`")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)

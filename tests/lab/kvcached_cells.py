@@ -99,7 +99,8 @@ def table(known: Cells) -> str:
         heads = [f"{family} {side}" for family in FAMILIES for side in SIDES]
         lines += [f"\n**{layout}** (kvcached's own patch → kvpatch)\n"]
         lines += ["| release | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        for row, alike in groupby(known, lambda release: _row(known[release], layout)):
+        rows = {release: _row(found, layout) for release, found in known.items()}
+        for row, alike in groupby(rows, rows.__getitem__):
             first, *rest = alike
             lines.append(f"| {first}{f' to {rest[-1]}' if rest else ''} | {row} |")
     return "\n".join(lines) + "\n\n"

@@ -25,7 +25,7 @@ from experiments.engines.report import (
 )
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.tools.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.tools.verify.compare import CaseVerdict, Observation, Snapshot, compare
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.setups import Options
@@ -135,7 +135,7 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
 
 
 def test_wrong_tokens_and_failures_are_told_apart() -> None:
-    verdicts = [Verdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
+    verdicts = [CaseVerdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
     assert tokens_cell(verdicts) == "failed 2/4, wrong 1/4"
 
 

@@ -10,18 +10,22 @@ from kvpatch.core import settings
 from kvpatch.core.errors import CannotPlan
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
+from kvpatch.tools.planning.pair import Pair, PairOutcome, Verdict
 from kvpatch.tools.planning.preflight import Finding, findings
 from kvpatch.tools.planning.verdicts import verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {Outcome.IDENTICAL: "green", Outcome.WRONG: "bold red", Outcome.UNKNOWN: "yellow"}
+_STYLES = {
+    PairOutcome.IDENTICAL: "green",
+    PairOutcome.WRONG: "bold red",
+    PairOutcome.UNKNOWN: "yellow",
+}
 
 
 @dataclass(frozen=True)
-class Plan:
+class PairPlan:
     """A pair, the verdicts on stock engines and with kvpatch on D, and what else is found."""
 
     pair: Pair
@@ -38,7 +42,7 @@ class Plan:
     def serves(self) -> bool:
         """True if the pair can be started as it is."""
         has_errors = any(found.level == "error" for found in self.findings)
-        return self.configured.outcome is Outcome.IDENTICAL and not has_errors
+        return self.configured.outcome is PairOutcome.IDENTICAL and not has_errors
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -49,8 +53,8 @@ class Plan:
     def changes(self) -> tuple[str, ...]:
         """The sentences on what to change; the pair itself comes first."""
         changes = []
-        if self.configured.outcome is not Outcome.IDENTICAL:
-            if self.kvpatch.outcome is Outcome.IDENTICAL:
+        if self.configured.outcome is not PairOutcome.IDENTICAL:
+            if self.kvpatch.outcome is PairOutcome.IDENTICAL:
                 changes.append(f"D: set {settings.ENABLE}=true, with kvpatch installed beside vLLM")
                 if self.stock.cure:
                     changes.append(f"or, without kvpatch: {self.stock.cure}")
@@ -78,18 +82,18 @@ class Plan:
 
 def plan_pair(
     prefill: EngineArguments, decode: EngineArguments, config: Path | None = None
-) -> Plan:
+) -> PairPlan:
     """Plans two engines; raises what :func:`engine_of` and :func:`verdicts` do."""
     pair = Pair(engine_of("P", prefill, config), engine_of("D", decode, config))
     stock, kvpatch = verdicts(pair)
-    plan = Plan(pair, stock, kvpatch, tuple(findings(pair)))
-    if plan.configured.outcome is Outcome.UNKNOWN:
+    plan = PairPlan(pair, stock, kvpatch, tuple(findings(pair)))
+    if plan.configured.outcome is PairOutcome.UNKNOWN:
         cure = f"{stock.cure}, or set {settings.ENABLE}=true on D"
         raise CannotPlan(f"not planned for: {stock.reason}", cure)
     return plan
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: PairPlan, console: Console) -> None:
     """Prints the verdicts, what to change, and what was assumed."""
     from rich.table import Table
 

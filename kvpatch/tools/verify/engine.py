@@ -309,7 +309,7 @@ def stop_all(engines: Sequence[Engine]) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether the group (led by ``process``) still had a member to signal."""
+    """True if the group (led by ``process``) still had a member to signal."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

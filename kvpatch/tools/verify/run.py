@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpatch.core.errors import Interrupted
-from kvpatch.tools.verify.compare import Comparison, Observation, compare
+from kvpatch.tools.verify.compare import Observation, SetupComparison, compare
 from kvpatch.tools.verify.engine import require_environment
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.observe import Serving
@@ -52,7 +52,7 @@ def until_signal(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(guarded())
 
 
-async def verify(options: Options, console: Console) -> Comparison:
+async def verify(options: Options, console: Console) -> SetupComparison:
     """Run every set-up that ``options`` ask for, and compare.
 
     Raises:
