@@ -2,16 +2,10 @@
 
     python experiments/bench_digest.py [--mib 64] [--repeat 7] [--json FILE] [--check]
 
-On the host of this machine, by one thread each: "copy" is one piece of memory into another, the
-least that any transfer takes; "digest" is all that a worker does, the weights of a new request
-and the numbers as an answer names them among it. The ways take turns, ratios are of the same turn.
-Bytes lie in scattered blocks in a memory that no cache holds.
-
-For a device, whose time is launches and bytes, the operations are counted that the same request
-asks it for, in torch's "meta" tensors, and the bytes that they read and write as multiples of the
-request's ("moved"); views are no operations. Planes of unlike strides are read by themselves, as
-keys by column and their values are. Nothing here has been timed on a device.
-With --check the exit status is 1 where a goal is missed.
+One thread on this host: "copy" is one piece of memory into another, "digest" all that a worker
+does. The ways take turns. Blocks are scattered in memory that no cache holds. For a device the
+operations of the same request are counted in torch's "meta" tensors, and the bytes that they touch
+as multiples of the request's ("moved"). Nothing here has been timed on a device.
 """
 
 from __future__ import annotations
@@ -25,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from goals import Goal, add_options, conclude, console_of
+from harness import Goal, add_options, conclude, console_of, table_of
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from kvpatch.checks.digests.cache_digests import SLICE_BYTES, CacheDigests
 from kvpatch.checks.digests.digest_weights import Weights
@@ -92,7 +85,6 @@ class Row:
     copy_seconds: float
     digest_seconds: float
     digest_of_copy: float
-    small_seconds: float
     slices: int
     operations: int
     moved_of_bytes: float
@@ -127,9 +119,9 @@ class Request:
             for alike in self.digests.alike
         )
 
-    def begin(self, name: str = "request", tokens: int = 0) -> Any:
-        """Its digests, or those of its first tokens."""
-        return self.digests.begin(self.blocks, 0, tokens or self.tokens, Weights(name.encode()))
+    def begin(self, name: str = "request") -> Any:
+        """Begins its digests."""
+        return self.digests.begin(self.blocks, 0, self.tokens, Weights(name.encode()))
 
 
 class Moved(Operations):
@@ -171,7 +163,6 @@ def measure(cache: Cache, mib: int, repeat: int) -> Row:
         (
             seconds_of(lambda: target.copy_(source)),
             seconds_of(lambda turn=turn: request.begin(f"request {turn}").read()),
-            seconds_of(lambda turn=turn: request.begin(f"request {turn}", 100).read()),
         )
         for turn in range(repeat)
     ]
@@ -179,27 +170,23 @@ def measure(cache: Cache, mib: int, repeat: int) -> Row:
         Request(cache, tokens, "meta").begin()
     return Row(
         cache.name, cache.layout, size / _MIB, tokens,
-        statistics.median(copy for copy, _, _ in turns),
-        statistics.median(digest for _, digest, _ in turns),
-        statistics.median(digest / copy for copy, digest, _ in turns),
-        statistics.median(small for _, _, small in turns),
+        statistics.median(copy for copy, _ in turns),
+        statistics.median(digest for _, digest in turns),
+        statistics.median(digest / copy for copy, digest in turns),
         request.slices, counted.count, counted.bytes / size, cache.most,
     )  # fmt: skip
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="one thread; the last three of a device")
-    for name in (
+    table = table_of("one thread; the last three of a device", (
         "cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
-        "100 tokens, ms", "operations", "for 32 MiB", "moved/bytes",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("cache", "layout") else "right")
+        "operations", "for 32 MiB", "moved/bytes",
+    ))  # fmt: skip
     for row in rows:
         table.add_row(
             row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
             f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
             f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
-            f"{row.small_seconds * 1e3:.2f}",
             f"{row.operations:,}", f"{row.operations / row.slices:.1f}",
             f"{row.moved_of_bytes:.1f}",
         )  # fmt: skip

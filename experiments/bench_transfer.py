@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from goals import Goal, add_options, conclude, console_of
+from harness import Goal, add_options, conclude, console_of, table_of
 from rich.console import Console
-from rich.table import Table
 
 from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import plan_parts
@@ -88,7 +87,7 @@ class Pair:
     local_tokens: int
 
     def tokens_in(self, size_bytes: int) -> int:
-        """Returns the tokens that so many bytes hold, in whole blocks of both sides; some at least."""
+        """Returns the tokens that so many bytes hold, in whole blocks of both sides."""
         lot = math.lcm(self.remote_tokens, self.local_tokens)
         return max(1, size_bytes // self.model.token_bytes // lot) * lot
 
@@ -123,18 +122,17 @@ class Measured:
     seconds: float
     gb_per_second: float
     of_like_p: float
-    of_like_d: float
     of_bound: float
     descriptors: int
     working_seconds: float
     waiting_seconds: float
 
 
-def make_agent(name: str, threads: int = THREADS) -> Any:
+def make_agent(name: str) -> Any:
     """Makes a NIXL agent as vLLM does."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name, nixl_agent_config(num_threads=threads, capture_telemetry=True))
+    return nixl_agent(name, nixl_agent_config(num_threads=THREADS, capture_telemetry=True))
 
 
 def random_bytes(size: int, seed: int) -> torch.Tensor:
@@ -142,9 +140,9 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def prefill_side(connection: Connection, size_bytes: int, threads: int = THREADS) -> None:
+def prefill_side(connection: Connection, size_bytes: int) -> None:
     """Holds a cache until it is told to end."""
-    agent = make_agent("P", threads)
+    agent = make_agent("P")
     memory = random_bytes(size_bytes, 1)
     agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], "DRAM")
     connection.send((agent.get_agent_metadata(), memory.data_ptr()))
@@ -154,8 +152,8 @@ def prefill_side(connection: Connection, size_bytes: int, threads: int = THREADS
 class Decode:
     """D's process: its own memory, and P's agent."""
 
-    def __init__(self, size_bytes: int, connection: Connection, threads: int = THREADS) -> None:
-        self.agent = make_agent("D", threads)
+    def __init__(self, size_bytes: int, connection: Connection) -> None:
+        self.agent = make_agent("D")
         self.memory = random_bytes(size_bytes, 2)
         self.agent.register_memory([(self.memory.data_ptr(), size_bytes, 0, "")], "DRAM")
         metadata, self.remote_address = connection.recv()
@@ -188,15 +186,15 @@ class Decode:
 
 
 @contextmanager
-def beside_prefill(size_bytes: int, threads: int = THREADS) -> Iterator[Decode]:
+def beside_prefill(size_bytes: int) -> Iterator[Decode]:
     """D, while another process holds a cache as large."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, size_bytes, threads)
+    arguments = (theirs, size_bytes)
     prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
     prefill.start()
     try:
-        yield Decode(size_bytes, ours, threads)
+        yield Decode(size_bytes, ours)
     finally:
         ours.send(None)
         prefill.join()
@@ -345,8 +343,6 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
     setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
     auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), HOST_MEMORY) else "staged"
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
-    if pair.local_tokens != pair.remote_tokens:
-        ways["stock, both like D"] = setup.like(pair.local_tokens)
     ways |= {
         "bound": partial(setup.bound, ways["stock, both like P"]),
         "direct": partial(setup.in_thread, is_direct=True),
@@ -370,7 +366,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
             worked[way].append((after[0] - before[0], after[1] - before[1]))
 
     def beside(anchor: str, way: str) -> float:
-        pairs = zip(seconds.get(anchor, seconds["stock, both like P"]), seconds[way], strict=True)
+        pairs = zip(seconds[anchor], seconds[way], strict=True)
         return statistics.median(theirs / own for theirs, own in pairs)
 
     return [
@@ -381,7 +377,6 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
             statistics.median(seconds[way]),
             setup.total_bytes / statistics.median(seconds[way]) / 1e9,
             beside("stock, both like P", way),
-            beside("stock, both like D", way),
             beside("bound", way),
             descriptors[way],
             statistics.median(working for working, _ in worked[way]),
@@ -392,28 +387,17 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
 
 
 def show(rows: list[Measured], console: Console) -> None:
-    """One table per model."""
-    for model in dict.fromkeys(row.model for row in rows):
-        table = Table(title=model)
-        for name in (
-            "P -> D",
-            "way",
-            "GB/s",
-            "of stock, like P",
-            "like D",
-            "of bound",
-            "descriptors",
-            "works ms",
-            "waits ms",
-        ):
-            table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
-        for row in (row for row in rows if row.model == model):
-            table.add_row(
-                row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
-                f"{row.of_like_d:.2f}", f"{row.of_bound:.2f}", f"{row.descriptors:,}",
-                f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}",
-            )  # fmt: skip
-        console.print(table)
+    """Prints a row for each pair and way."""
+    table = table_of("", (
+        "P -> D", "way", "GB/s", "of stock", "of bound", "descriptors", "works ms", "waits ms",
+    ))  # fmt: skip
+    for row in rows:
+        table.add_row(
+            row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
+            f"{row.of_bound:.2f}", f"{row.descriptors:,}",
+            f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def goals(rows: list[Measured]) -> list[Goal]:
@@ -431,14 +415,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
     parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
     add_options(parser)
     options = parser.parse_args()
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
-    beside = beside_prefill(size, options.threads)
+    beside = beside_prefill(size)
     with beside as decode, console.status("measuring") as status:
         chosen = [int(number) for number in options.pairs.split(",") if number]
         for pair in [PAIRS[number] for number in chosen] or PAIRS:

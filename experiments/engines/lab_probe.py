@@ -48,34 +48,20 @@ def describe(layer: ProbedLayer) -> dict[str, Any]:
     item_bytes = tensor.element_size()
     return {
         "layer": layer.name,
-        "group": layer.group,
         "shape": list(tensor.shape),
         "strides_bytes": [stride * item_bytes for stride in tensor.stride()],
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": str(tensor.device),
         "address": tensor.data_ptr(),
         "storage_address": storage.data_ptr(),
-        "storage_bytes": storage.nbytes(),
         "block_tokens": layer.block_tokens,
-        "window_tokens": layer.window_tokens,
         "planes": [
             {
                 "content": plane.content.value,
                 "address": plane.address,
-                "counts": [
-                    plane.counts.blocks,
-                    plane.counts.heads,
-                    plane.counts.block_tokens,
-                    plane.counts.channels,
-                ],
-                "strides_bytes": [
-                    plane.strides_bytes.block,
-                    plane.strides_bytes.head,
-                    plane.strides_bytes.token,
-                    plane.strides_bytes.channel,
-                ],
+                "counts": list(plane.counts),
+                "strides_bytes": list(plane.strides_bytes),
                 "item_bytes": plane.item_bytes,
-                "first_head": plane.first_head,
             }
             for plane in layer.planes
         ],

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from rich.console import Console
 from rich.progress import Progress
 
 from experiments.engines.faults import kill_and_restart
@@ -18,7 +19,8 @@ from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.tools.verify.engine import Engine
 from kvpatch.tools.verify.handoff import Request, complete, decode, prefill
-from kvpatch.tools.verify.setups import Options
+from kvpatch.tools.verify.running import progress_bar, running, vocabulary
+from kvpatch.tools.verify.setups import Options, small_engine
 
 ANSWER_TOKENS = 8
 TOGETHER = 8
@@ -199,3 +201,18 @@ async def references(
         found += [prompt for prompt in batch if prompt is not None]
         progress.update(task, completed=min(wanted, len(found)))
     return found[:wanted]
+
+
+async def answers_alone(
+    name: str, cache_blocks: int, wanted: int, options: Options, console: Console
+) -> tuple[list[int], list[Prompt]]:
+    """Starts a single engine; returns its vocabulary, and prompts with its answers."""
+    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(cache_blocks))
+    alone = small_engine(name, str(options.model), "float32", small, False, False)
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running((alone,), client, options, console) as (single,),
+    ):
+        words = sorted(set(await vocabulary(client, single)))
+        with progress_bar(console) as progress:
+            return words, await references(client, single, words, wanted, progress)
