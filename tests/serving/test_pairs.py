@@ -69,7 +69,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
     result = _result(_GOOD)
     assert result.passed
     assert _drawn(result) == [
-        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2", "40/-/40")
+        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2")
     ]
     assert prefix_hits(result.comparison) == [2]
     result = replace(result, reasons={"stock": "AssertionError: local block size"})
