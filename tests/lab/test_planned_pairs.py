@@ -13,7 +13,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from kvpatch.tools.planning.pair import PairOutcome
+from kvpatch.tools.planning.pair import Outcome
 from kvpatch.tools.planning.verdicts import verdicts
 from tests.planning.cells import PLAYED, pair_of
 
@@ -117,7 +117,7 @@ def test_hybrid_models_over_unlike_ranks(
         _ends_at_the_next(lab, case, tmp_path)
     else:
         _same(lab, case, tmp_path)
-    assert judged.outcome is PairOutcome.IDENTICAL, judged
+    assert judged.outcome is Outcome.IDENTICAL, judged
     assert seen.outcome == "identical", seen
 
 
@@ -127,7 +127,7 @@ def _ends_at_the_next(lab: Lab, case: Case, folder: Path) -> None:
     is_told = not FACTS[lab.release].loses_failed_groups
 
     assert _one_by_one(lab, case) == ["failed" if is_told else "received", "IndexError"]
-    assert said.outcome is (PairOutcome.REFUSED if is_told else PairOutcome.WRONG)
+    assert said.outcome is (Outcome.REFUSED if is_told else Outcome.WRONG)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -147,7 +147,7 @@ def test_a_refusal_of_other_models_leaves_nothing_behind(
     is_lost = bool(window) and facts.loses_failed_groups
 
     assert _one_by_one(lab, case) == ["received" if is_lost else "failed"] * 2
-    assert said.outcome is (PairOutcome.WRONG if is_lost else PairOutcome.REFUSED)
+    assert said.outcome is (Outcome.WRONG if is_lost else Outcome.REFUSED)
 
 
 def _one_by_one(lab: Lab, case: Case) -> list[str]:
@@ -171,5 +171,5 @@ def _same(lab: Lab, case: Case, folder: Path) -> None:
     seen = lab.run(case.stock())
 
     is_joined = case.prefill.block_tokens < case.decode.block_tokens
-    is_lucky = said.outcome is PairOutcome.WRONG and seen.outcome == "identical" and is_joined
+    is_lucky = said.outcome is Outcome.WRONG and seen.outcome == "identical" and is_joined
     assert seen.outcome in PLAYED[said.outcome] or is_lucky, f"{said}; {seen}"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.description import FULL, STATE, DescribedCaches, Description, Layer
+from kvpatch.tools.planning.description import FULL, STATE, Caches, Description, Layer
 from kvpatch.tools.planning.engine import PlannedEngine, Role, engine_of
-from kvpatch.tools.planning.pair import Pair, PairOutcome
+from kvpatch.tools.planning.pair import Outcome, Pair
 from tests.lab.case import Case, EngineSpec
 from tests.lab.case import Outcome as Played
 
@@ -24,12 +24,12 @@ BACKENDS = {
 
 #: The outcomes of a lab run that a plan's outcome stands for. On releases <= 0.11.0 the lab cannot
 #: make the cache of a CPU, which no engine there registers; it says failed.
-PLAYED: dict[PairOutcome, tuple[Played, ...]] = {
-    PairOutcome.IDENTICAL: ("identical",),
-    PairOutcome.REFUSED: ("refused", "failed"),
-    PairOutcome.REFUSED_AT_START: ("refused", "failed"),
-    PairOutcome.WRONG: ("corrupt",),
-    PairOutcome.UNKNOWN: ("identical", "corrupt", "refused", "failed"),
+PLAYED: dict[Outcome, tuple[Played, ...]] = {
+    Outcome.IDENTICAL: ("identical",),
+    Outcome.REFUSED: ("refused", "failed"),
+    Outcome.REFUSED_AT_START: ("refused", "failed"),
+    Outcome.WRONG: ("corrupt",),
+    Outcome.UNKNOWN: ("identical", "corrupt", "refused", "failed"),
 }
 
 
@@ -99,7 +99,7 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
     return path
 
 
-def state_caches(spec: EngineSpec) -> DescribedCaches:
+def state_caches(spec: EngineSpec) -> Caches:
     """Mamba2's, as ``describe`` has them: 8 channels a head, states of 4 (tests/lab/states.py)."""
     width, size = spec.states.inner
     dtype = {"fp8": "bfloat16"}.get(spec.dtype, spec.dtype)
@@ -121,7 +121,7 @@ def state_caches(spec: EngineSpec) -> DescribedCaches:
         for n in range(spec.layers)
     ]  # fmt: skip
     names = [one.name for one in every]
-    return DescribedCaches(
+    return Caches(
         *(spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
         *(max(8, spec.kv_heads), spec.kv_heads, dtype, dtype, tuple(every)),
         (tuple(names[::2]), tuple(names[1::2])),

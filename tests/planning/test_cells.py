@@ -12,7 +12,7 @@ import pytest
 from kvpatch.core.errors import CannotPlan
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
-from kvpatch.tools.planning.pair import Pair, PairOutcome, Verdict
+from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 from kvpatch.tools.planning.verdicts import start_problems, verdicts
 from tests.lab.case import Case, EngineSpec
 from tests.lab.releases import declaring
@@ -62,7 +62,7 @@ def differences(
         played = declaring(case.patched(*SLUGS, prefill=False), cell.release)
         pair = pair_of(played, cell.release, folder)
         outcome = said(pair).outcome
-        is_lucky = outcome is PairOutcome.WRONG and seen(cell) == "identical" and _is_joined(pair)
+        is_lucky = outcome is Outcome.WRONG and seen(cell) == "identical" and _is_joined(pair)
         if seen(cell) not in PLAYED[outcome] and not is_lucky:
             found[cell.release, cell.case] = f"seen {seen(cell)}, said {outcome.value}"
     return found
@@ -105,7 +105,7 @@ def test_few_cells_are_lucky(tmp_path):
         cell
         for cell in known_cells()
         if cell.stock == "identical" and cell.release in PLANNED
-        if _of_stock(pair_of(CASES[cell.case], cell.release, tmp_path)).outcome is PairOutcome.WRONG
+        if _of_stock(pair_of(CASES[cell.case], cell.release, tmp_path)).outcome is Outcome.WRONG
     ]
 
     assert 0 < len(lucky) < 40
@@ -141,11 +141,11 @@ def test_states_of_other_types_are_wrong_on_stock(release: str, side: str, tmp_p
     longer = replace(getattr(alike, side), state_dtype="float32")
 
     found = verdicts(pair_of(alike, release, tmp_path))
-    assert [one.outcome for one in found] == [PairOutcome.IDENTICAL] * 2
+    assert [one.outcome for one in found] == [Outcome.IDENTICAL] * 2
 
     stock, ours = verdicts(pair_of(replace(alike, **{side: longer}), release, tmp_path))
-    assert stock.outcome is PairOutcome.WRONG and "--mamba-cache-dtype" in stock.cure
-    assert ours.outcome is PairOutcome.REFUSED and "a convolution's states" in ours.reason
+    assert stock.outcome is Outcome.WRONG and "--mamba-cache-dtype" in stock.cure
+    assert ours.outcome is Outcome.REFUSED and "a convolution's states" in ours.reason
 
 
 @pytest.mark.parametrize("says", [False, True])
@@ -156,8 +156,8 @@ def test_states_of_other_types_and_as_many_bytes(tmp_path: Path, says: bool) -> 
 
     stock, ours = verdicts(pair_of(other, "0.33.0", tmp_path))
 
-    assert stock.outcome is PairOutcome.WRONG
-    assert ours.outcome is (PairOutcome.REFUSED if says else PairOutcome.WRONG)
+    assert stock.outcome is Outcome.WRONG
+    assert ours.outcome is (Outcome.REFUSED if says else Outcome.WRONG)
 
 
 def test_an_older_release_is_status_2(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from experiments.engines.recorded import HYBRID_RANKS, TITLES
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.description import Description
 from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Pair, PairOutcome
+from kvpatch.tools.planning.pair import Outcome, Pair
 from kvpatch.tools.planning.verdicts import verdicts
 from tests.lab.case import EngineSpec
 
@@ -94,9 +94,9 @@ def _pairs(row: Row, folder: Path) -> list[Pair]:
 def _said_of_stock(row: Row, folder: Path) -> set[str]:
     """The table's words for the verdicts on the row's pairs."""
     words = {
-        PairOutcome.REFUSED: _FAIL,
-        PairOutcome.WRONG: _WRONG,
-        PairOutcome.IDENTICAL: "identical",
+        Outcome.REFUSED: _FAIL,
+        Outcome.WRONG: _WRONG,
+        Outcome.IDENTICAL: "identical",
     }
     return {words[verdicts(pair)[0].outcome] for pair in _pairs(row, folder)}
 
@@ -123,7 +123,7 @@ def test_kvpatch_does_what_a_plan_says(name, tmp_path):
     on_stocks_path = "stock's path" in SEEN[_SHOWN[name]][1]
     for pair in _pairs(PAIRS[name], tmp_path):
         _, found = verdicts(pair)
-        assert found.outcome is PairOutcome.IDENTICAL, found
+        assert found.outcome is Outcome.IDENTICAL, found
         assert (found.way == "vLLM's own") == on_stocks_path
 
 

@@ -12,7 +12,7 @@ from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.tools.planning.arguments import read_arguments
 from kvpatch.tools.planning.engine import PlannedEngine, engine_of
 from kvpatch.tools.planning.model import read_model
-from kvpatch.tools.planning.pair import Pair, PairOutcome
+from kvpatch.tools.planning.pair import Outcome, Pair
 from kvpatch.tools.planning.verdicts import verdicts
 
 from .walk import CONFIG, write_side
@@ -100,7 +100,7 @@ def test_an_option_is_compared_word_by_word(tmp_path):
     """The same bytes, and another hash: `auto` is not `bfloat16`."""
     found, _ = verdicts(_pair(tmp_path, {}, {"kv_cache_dtype": "bfloat16"}))
 
-    assert found.outcome is PairOutcome.REFUSED and "--kv-cache-dtype" in found.reason
+    assert found.outcome is Outcome.REFUSED and "--kv-cache-dtype" in found.reason
 
 
 def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
@@ -111,14 +111,14 @@ def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
     changes = {"dtype": "float16", "kv_transfer_config": json.dumps(off)}
     pair = _pair(tmp_path, {}, changes)
 
-    assert [one.outcome for one in verdicts(pair)] == [PairOutcome.WRONG, PairOutcome.REFUSED]
+    assert [one.outcome for one in verdicts(pair)] == [Outcome.WRONG, Outcome.REFUSED]
 
 
 @pytest.mark.parametrize(
     ("tokens", "method", "outcome"),
     [
-        (64, "eagle", PairOutcome.IDENTICAL),
-        (128, "ngram", PairOutcome.IDENTICAL),
+        (64, "eagle", Outcome.IDENTICAL),
+        (128, "ngram", Outcome.IDENTICAL),
         (128, "eagle", None),
     ],
 )
@@ -141,7 +141,7 @@ def test_tiles_of_a_cpu_are_told_by_its_processor(tmp_path):
         outcomes.append(verdicts(pair)[1].outcome)
         assert any("AMX" in line for line in pair.decode.assumed) == (amx is None)
 
-    assert outcomes == [PairOutcome.REFUSED] * 3
+    assert outcomes == [Outcome.REFUSED] * 3
 
 
 def _of_cpus(folder, p_amx, d_amx, p_tokens=128, p_env=None, **d_env):
@@ -156,7 +156,7 @@ def _of_cpus(folder, p_amx, d_amx, p_tokens=128, p_env=None, **d_env):
 def test_tiles_are_read_where_p_states_them(tmp_path, p_amx, d_amx):
     pair = _of_cpus(tmp_path, p_amx, d_amx, p_env={"ENABLE_KVPATCH": "true"})
 
-    assert verdicts(pair)[1].outcome is PairOutcome.IDENTICAL
+    assert verdicts(pair)[1].outcome is Outcome.IDENTICAL
 
 
 @pytest.mark.parametrize("p_amx", [True, False])
@@ -167,10 +167,10 @@ def test_stock_takes_unlike_processors_for_each_other(tmp_path, p_amx):
     said = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64, p_env=on)
 
     for found in verdicts(unsaid):
-        assert found.outcome is PairOutcome.WRONG and "AMX" in found.reason
-    assert verdicts(said)[1].outcome is PairOutcome.IDENTICAL
+        assert found.outcome is Outcome.WRONG and "AMX" in found.reason
+    assert verdicts(said)[1].outcome is Outcome.IDENTICAL
     alike = _of_cpus(tmp_path, p_amx, p_amx, p_tokens=64)
-    assert verdicts(alike)[0].outcome is PairOutcome.IDENTICAL
+    assert verdicts(alike)[0].outcome is Outcome.IDENTICAL
 
 
 def test_flashinfers_large_blocks_are_cut(tmp_path):
@@ -194,4 +194,4 @@ def test_a_size_that_no_kernel_takes_is_refused(tmp_path):
 )
 def test_another_hash_is_refused(tmp_path, changes, says):
     for found in verdicts(_pair(tmp_path, changes, {"env": {"ENABLE_KVPATCH": "true"}})):
-        assert found.outcome is PairOutcome.REFUSED and says in found.reason
+        assert found.outcome is Outcome.REFUSED and says in found.reason

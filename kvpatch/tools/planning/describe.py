@@ -25,7 +25,7 @@ from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.core.version import __version__
 from kvpatch.peer import peer_hash
 from kvpatch.peer.compared_hash import own_factors
-from kvpatch.tools.planning.description import NUMBER, SCHEMA, STATE, DescribedCaches, Layer
+from kvpatch.tools.planning.description import NUMBER, SCHEMA, STATE, Caches, Layer
 from kvpatch.worker.kv_cache_groups import spec_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import state_division
@@ -221,7 +221,7 @@ class _Describing:
             current_platform.update_block_size_for_backend(config)
             yield
 
-    def _caches(self, config: Any) -> DescribedCaches:
+    def _caches(self, config: Any) -> Caches:
         from vllm.config import get_layers_from_vllm_config
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -245,7 +245,7 @@ class _Describing:
             for group in planned.kv_cache_groups
             for name in group.layer_names
         }
-        return DescribedCaches(
+        return Caches(
             block_tokens=config.cache_config.block_size,
             kernel_tokens=self._kernel_tokens(config, planned, backends),
             layout=layout.name,

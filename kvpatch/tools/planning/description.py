@@ -61,7 +61,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class DescribedCaches:
+class Caches:
     """The caches of the first rank.
 
     Attributes:
@@ -140,7 +140,7 @@ class Description:
     """The answers of vLLM on one engine: its version and factors are those that it hashes."""
 
     version: str
-    caches: DescribedCaches
+    caches: Caches
     factors: Mapping[str, Any] | None = None
 
 
@@ -163,7 +163,7 @@ def description_in(content: Mapping[str, Any], path: Path) -> Description:
     try:
         found, hashed = _as_tuples(content["caches"]), content["hash"]
         layers = tuple(Layer(**one) for one in found["layers"])
-        caches = DescribedCaches(**{**found, "layers": layers})
+        caches = Caches(**{**found, "layers": layers})
         factors = None if hashed is None else dict(hashed["factors"])
         caches.numbered_groups  # noqa: B018  KeyError of a layer that is not there
         caches.check(str(path))

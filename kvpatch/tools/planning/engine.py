@@ -17,7 +17,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
 from kvpatch.tools.planning.arguments import EngineArguments, plain
 from kvpatch.tools.planning.backends import Backend, backend_named
-from kvpatch.tools.planning.description import ITEM_BYTES, DescribedCaches
+from kvpatch.tools.planning.description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.known_names import DESCRIBE, check_names
 from kvpatch.tools.planning.model import Model, caches_of, find_config, read_model
 
@@ -50,7 +50,7 @@ class PlannedEngine:
     model: str
     device: str
     backend: Backend
-    caches: DescribedCaches
+    caches: Caches
     kernel_tokens: int
     layout: str
     key_order: KeyOrder
@@ -119,11 +119,11 @@ def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
     check_names(arguments)
-    return _ArgumentsRead(role, arguments, config, []).engine()
+    return _Reading(role, arguments, config, []).engine()
 
 
 @dataclass(frozen=True)
-class _ArgumentsRead:
+class _Reading:
     """Reads arguments, and keeps what it takes for granted."""
 
     role: Role
@@ -171,9 +171,7 @@ class _ArgumentsRead:
     def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
         raise CannotPlan(f"{self.arguments.source}: not planned for: {what}", cure)
 
-    def _refuse_unplanned(
-        self, transfer: Mapping[str, Any], device: str, caches: DescribedCaches
-    ) -> None:
+    def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
         """Refuses what changes caches or transfers in ways that are not worked out here."""
         arguments, environment = self.arguments, self.arguments.environment
         has_buffer = environment.get(settings.HOST_BUFFER, "").lower() == "always"
@@ -233,7 +231,7 @@ class _ArgumentsRead:
             self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
         return found
 
-    def _caches(self, backend: Backend, model: Model) -> DescribedCaches:
+    def _caches(self, backend: Backend, model: Model) -> Caches:
         """The caches of a known model."""
         arguments = self.arguments
         tokens = arguments.number("block_size", backend.default_tokens)
@@ -252,7 +250,7 @@ class _ArgumentsRead:
         ranks = arguments.number("tensor_parallel_size", 1)
         return caches_of(model, backend.name, tokens, (dtype, cache), ranks)
 
-    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: DescribedCaches) -> int:
+    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: Caches) -> int:
         """Tokens of a kernel block, as they are described or as the backend cuts blocks."""
         sizes, tokens = backend.kernel_sizes(facts), caches.block_tokens
         found = caches.kernel_tokens or sizes.kernel_of(tokens)
@@ -261,7 +259,7 @@ class _ArgumentsRead:
             raise BadOptions(f"{self.arguments.source}: {reason}", "give another --block-size")
         return found
 
-    def _layout(self, facts: ReleaseFacts, caches: DescribedCaches) -> str:
+    def _layout(self, facts: ReleaseFacts, caches: Caches) -> str:
         """The layout that is described, asked for, or asked for by NixlConnector."""
         asked = self.arguments.environment.get("VLLM_KV_CACHE_LAYOUT")
         asked = asked or self.arguments.option("kv_cache_layout")
@@ -274,7 +272,7 @@ class _ArgumentsRead:
             f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"
         )
 
-    def _key_order(self, backend: Backend, caches: DescribedCaches, kernel_tokens: int) -> KeyOrder:
+    def _key_order(self, backend: Backend, caches: Caches, kernel_tokens: int) -> KeyOrder:
         """TILED where the matrix kernels of a CPU take over."""
         if backend.device != "cpu":
             return KeyOrder.ROW_MAJOR

@@ -10,7 +10,7 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.tools.planning.arguments import as_mapping
-from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, DescribedCaches, Layer
+from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, Caches, Layer
 from kvpatch.tools.planning.known_names import DESCRIBE, known
 
 #: Where config.json gives a window and does not name the layers that have it: each n-th layer has
@@ -55,7 +55,7 @@ class Model:
 
 def caches_of(
     model: Model, backend: str, tokens: int, dtypes: tuple[str, str], ranks: int
-) -> DescribedCaches:
+) -> Caches:
     """Makes the caches of the first rank, of blocks of so many tokens."""
     layers = tuple(
         Layer(
@@ -67,7 +67,7 @@ def caches_of(
         for number, window in enumerate(model.windows)
     )
     groups = tuple(tuple(f"layer.{number}" for number in group) for group in model.groups)
-    return DescribedCaches(tokens, 0, "", model.heads, model.kv_heads, *dtypes, layers, groups)
+    return Caches(tokens, 0, "", model.heads, model.kv_heads, *dtypes, layers, groups)
 
 
 def find_config(model: str, given: Path | None) -> Path:

@@ -8,7 +8,7 @@ from enum import Enum
 from kvpatch.tools.planning.engine import PlannedEngine
 
 
-class PairOutcome(Enum):
+class Outcome(Enum):
     """The outcome of requests that P computes and D takes over."""
 
     IDENTICAL = "identical"
@@ -22,7 +22,7 @@ class PairOutcome(Enum):
 class Verdict:
     """An outcome, the reason, what would help, and who reads: vLLM, kvpatch or neither."""
 
-    outcome: PairOutcome
+    outcome: Outcome
     reason: str = ""
     cure: str = ""
     way: str = "refused"

@@ -10,7 +10,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import CannotPlan
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Pair, PairOutcome, Verdict
+from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 from kvpatch.tools.planning.preflight import Finding, findings
 from kvpatch.tools.planning.verdicts import verdicts
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _STYLES = {
-    PairOutcome.IDENTICAL: "green",
-    PairOutcome.WRONG: "bold red",
-    PairOutcome.UNKNOWN: "yellow",
+    Outcome.IDENTICAL: "green",
+    Outcome.WRONG: "bold red",
+    Outcome.UNKNOWN: "yellow",
 }
 
 
@@ -42,7 +42,7 @@ class PairPlan:
     def serves(self) -> bool:
         """True if the pair can be started as it is."""
         has_errors = any(found.level == "error" for found in self.findings)
-        return self.configured.outcome is PairOutcome.IDENTICAL and not has_errors
+        return self.configured.outcome is Outcome.IDENTICAL and not has_errors
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ class PairPlan:
     def changes(self) -> tuple[str, ...]:
         """The sentences on what to change; the pair itself comes first."""
         changes = []
-        if self.configured.outcome is not PairOutcome.IDENTICAL:
-            if self.kvpatch.outcome is PairOutcome.IDENTICAL:
+        if self.configured.outcome is not Outcome.IDENTICAL:
+            if self.kvpatch.outcome is Outcome.IDENTICAL:
                 changes.append(f"D: set {settings.ENABLE}=true, with kvpatch installed beside vLLM")
                 if self.stock.cure:
                     changes.append(f"or, without kvpatch: {self.stock.cure}")
@@ -87,7 +87,7 @@ def plan_pair(
     pair = Pair(engine_of("P", prefill, config), engine_of("D", decode, config))
     stock, kvpatch = verdicts(pair)
     plan = PairPlan(pair, stock, kvpatch, tuple(findings(pair)))
-    if plan.configured.outcome is PairOutcome.UNKNOWN:
+    if plan.configured.outcome is Outcome.UNKNOWN:
         cure = f"{stock.cure}, or set {settings.ENABLE}=true on D"
         raise CannotPlan(f"not planned for: {stock.reason}", cure)
     return plan

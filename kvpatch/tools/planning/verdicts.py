@@ -21,7 +21,7 @@ from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
-from kvpatch.tools.planning.pair import Pair, PairOutcome, Verdict
+from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 
 _OTHER_KEYS = "one processor has AMX, and the other one's keys of bfloat16 are in another order"
 _STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
@@ -39,7 +39,7 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     """
     p, d = pair.sides
     for reason, cure in (found for side in pair.sides for found in start_problems(side)):
-        problem = Verdict(PairOutcome.REFUSED_AT_START, reason, cure)
+        problem = Verdict(Outcome.REFUSED_AT_START, reason, cure)
         return problem, problem
     factors = unlike_factors(pair)
     shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
@@ -48,7 +48,7 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
     stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
     is_read = not all(isinstance(one, Stock) for one in exact)
-    if (p.drafts or d.drafts) and is_read and ours.outcome is PairOutcome.IDENTICAL:
+    if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
         what = "drafts with layers in a pair of unlike engines"
         raise CannotPlan(f"not planned for: {what}", "make both engines alike, or leave drafts out")
     return stock, ours
@@ -106,21 +106,21 @@ def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Ver
             return _not_compared(unseen)
     for factor in (unseen, *(factors if is_hashed(pair) else ())):
         if factor is not None:
-            return Verdict(PairOutcome.REFUSED, str(factor), factor.cure)
+            return Verdict(Outcome.REFUSED, str(factor), factor.cure)
     states_keys = p.has_kvpatch and bool(word_of(p.key_order))
     found = _decisions(pair, None, p.key_order if states_keys else None)
     for one in found:
         if isinstance(one, Refuse):  # without the number of blocks, which no argument says
             reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
-            return Verdict(PairOutcome.REFUSED, reason, one.cure)
+            return Verdict(Outcome.REFUSED, reason, one.cure)
     if list(map(type, found)) != list(map(type, exact)):  # vLLM reads keys in another order
-        return Verdict(PairOutcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
     is_read = any(isinstance(one, Read) for one in found)
-    return Verdict(PairOutcome.IDENTICAL, way="read by kvpatch" if is_read else "vLLM's own")
+    return Verdict(Outcome.IDENTICAL, way="read by kvpatch" if is_read else "vLLM's own")
 
 
 def _not_compared(factor: Factor) -> Verdict:
-    return Verdict(PairOutcome.WRONG, f"{factor}, and nothing compares them", factor.cure)
+    return Verdict(Outcome.WRONG, f"{factor}, and nothing compares them", factor.cure)
 
 
 # --- stock vLLM -------------------------------------------------------------------------------
@@ -132,27 +132,27 @@ def _of_stock(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdi
     for reason, cure in (*refusals, *_refusals(pair)):
         if d.facts.loses_failed_groups and d.caches.has_groups:
             lost = f"{reason}, and a refused load of several cache groups counts as received"
-            return Verdict(PairOutcome.WRONG, lost, cure)
-        return Verdict(PairOutcome.REFUSED, reason, cure)
+            return Verdict(Outcome.WRONG, lost, cure)
+        return Verdict(Outcome.REFUSED, reason, cure)
     for unseen in uncompared(pair, factors):
         return _not_compared(unseen)
     if all(isinstance(one, Stock) for one in exact):
-        return Verdict(PairOutcome.IDENTICAL, way="vLLM's own")
+        return Verdict(Outcome.IDENTICAL, way="vLLM's own")
     if p.kernel_tokens < d.kernel_tokens:
         joining = JoiningCache(d.key_order, 1, d.caches.is_mla, d.layout)
         reason = f"P's blocks of {p.kernel_tokens} tokens become D's of {d.kernel_tokens}: vLLM "
         wrong = why_joined_wrongly(joining, d.facts)
         if not wrong and not d.has_prefix_cache:
             reason += "does so rightly for some prompts only"
-            return Verdict(PairOutcome.UNKNOWN, reason, _SAME_BLOCKS)
+            return Verdict(Outcome.UNKNOWN, reason, _SAME_BLOCKS)
         wrong = wrong or "pairs them wrongly behind a prefix hit"
-        return Verdict(PairOutcome.WRONG, reason + wrong, _SAME_BLOCKS)
+        return Verdict(Outcome.WRONG, reason + wrong, _SAME_BLOCKS)
     if p.key_order is not d.key_order:
-        return Verdict(PairOutcome.WRONG, _OTHER_KEYS, "use --dtype float32, or like processors")
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "use --dtype float32, or like processors")
     parts = f"{p.tp_size} and {d.tp_size} ranks, blocks cut into {p.parts} and {d.parts}"
     reason = f"vLLM reads other bytes than P has ({parts}, {p.layout} and {d.layout})"
     cure = _SAME_RANKS if p.tp_size != d.tp_size else _SAME_BLOCKS
-    return Verdict(PairOutcome.WRONG, reason, cure if p.layout == d.layout else _SAME_LAYOUT)
+    return Verdict(Outcome.WRONG, reason, cure if p.layout == d.layout else _SAME_LAYOUT)
 
 
 def _refusals(pair: Pair) -> Iterator[tuple[str, str]]:
