@@ -116,11 +116,7 @@ def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "method", "outcome"),
-    [
-        (64, "eagle", Outcome.IDENTICAL),
-        (128, "ngram", Outcome.IDENTICAL),
-        (128, "eagle", None),
-    ],
+    [(64, "eagle", Outcome.IDENTICAL), (128, "ngram", Outcome.IDENTICAL), (128, "eagle", None)],
 )
 def test_drafts_with_layers_are_planned_between_like_engines(tmp_path, tokens, method, outcome):
     drafts = {"speculative_config": json.dumps({"method": method, "model": "m"})}
