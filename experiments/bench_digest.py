@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_operations import Operations
-from goals import Goal, add_options, conclude, console_of
+from harness import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,6 +37,7 @@ from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.transfer.operations import Operations
 
 _RANGE_TOKENS = 256
 _ADDRESS = 1 << 32

@@ -1,4 +1,4 @@
-"""How fast blocks are saved to the host buffer, beside one plain copy of the same bytes.
+"""Measures how fast blocks are saved to the host buffer, beside one plain copy of the same bytes.
 
     python experiments/bench_host_pool.py [--mib 256] [--repeat 9] [--device cpu] [--json FILE]
 
@@ -94,7 +94,7 @@ def is_identical(
     host_blocks: list[int],
     at: int,
 ) -> bool:
-    """Whether each host block holds its block, layer by layer, as torch indexes them."""
+    """True if each host block holds its block, layer by layer, as torch indexes them."""
     of, into = torch.tensor(blocks), torch.tensor(host_blocks)
     return all(
         torch.equal(
@@ -106,7 +106,7 @@ def is_identical(
 
 
 def seconds_of(run: Callable[[], None]) -> float:
-    """Of one run."""
+    """Returns the seconds of one run."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

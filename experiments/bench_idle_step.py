@@ -1,13 +1,11 @@
-"""What kvpatch adds to a step of D in which nothing is loaded, instrument by instrument.
+"""Measures what kvpatch adds to a step of D without work, instrument by instrument.
 
     python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
 
-Like engines with the release's real connectors and its own scheduler: a step is what that plans
-when there is nothing to do, and what vLLM calls of both halves of the connector in it (what both
-have counted from 0.24 on, where the scheduler's half is asked for it). "us" is what the thread that
-takes the steps takes of a processor; of 50 steps at a time the least, since what else runs only
-makes a step longer. Every D has read one prompt before, and answered it. "of it" is what an
-instrument adds to a D that has neither.
+Like engines with the release's real connectors and its own scheduler. A step is every call that
+vLLM makes of both halves of the connector. "us" is the thread's processor time for one step: the
+least of 50 steps at a time. Every D has read and answered one prompt before. "of it" is the
+difference to a D with kvpatch and without instruments.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.goals import Goal, add_options, conclude, console_of
+from experiments.harness import Goal, add_options, conclude, console_of
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from tests.lab.case import EngineSpec
@@ -64,7 +62,7 @@ _WANTED = ("holds (the default)",)
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Of each D."""
+    """Measures each D."""
     with Stage(lab) as stage:
         prefill = stage.prefill(SPEC)
         sides = {name: stage.start(spec) for name, spec in SIDES.items()}

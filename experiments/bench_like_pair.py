@@ -1,34 +1,30 @@
-"""What kvpatch costs a pair of like engines, which stays on the release's own path.
+"""Measures what kvpatch costs a pair of like engines, which stays on the release's own path.
 
     python experiments/bench_like_pair.py [--release 0.32.0] [--repeat 100] [--json FILE]
 
-One P, three D of its geometry, two stock and one with kvpatch, in turns, their order by
-chance: the time from the step that posts a request's read to the step that reports it,
-with the release's real connectors over real NIXL (TCP). Only what comes after the handshake
-is timed. "cpu" is what the thread that runs D's steps took of a processor meanwhile: all
-that kvpatch adds is in it, and what other work on the machine adds is not. Each ratio is the
-median over the turns, to the first stock D of the same turn, with the interval that holds it
-in 95 of 100 drawings of turns. The second stock D shows what the measurement cannot tell from 1.
-"idle step" is what a step of D with nothing to load takes of a processor: scheduler's and
-worker's half of the connector, every call of vLLM's; the least of each kind is the step itself.
+One P, two stock D and one D with kvpatch, by turns in random order, after the handshake: the time
+from the step that posts a read to the step that reports it, with the release's real connectors over
+real NIXL (TCP). "cpu" is the processor time of D's step thread meanwhile. Each ratio is the median
+over the turns, to the first stock D, with the interval that holds it in 95 of 100 drawings of
+turns. The second stock D shows what the measurement cannot tell from 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from experiments.harness import add_options, conclude, console_of
 from tests.lab.case import EngineSpec
 from tests.lab.host import Lab
 from tests.lab.stage import Actor, Stage
@@ -38,14 +34,13 @@ TOKENS = 1024
 TURNS = 20
 SIDES = ("stock", "stock again", "kvpatch")
 _DRAWINGS = 2000
-_IDLE_STEPS = 2000
 SPEC = EngineSpec(
     "flash", "HND", block_tokens=16, layers=16, kv_heads=4, head_dim=64, planned_blocks=4096
 )
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process's first thread."""
+    """Returns the processor seconds of a process's first thread."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
@@ -73,8 +68,8 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), medians[cut], medians[-1 - cut]
 
 
-def measure(lab: Lab, idle: dict[str, list[float]]) -> dict[str, list[tuple[float, float]]]:
-    """As many turns as P has blocks for, and some idle steps."""
+def measure(lab: Lab) -> dict[str, list[tuple[float, float]]]:
+    """Takes as many turns as P has blocks for."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
     order = list(found)
     with Stage(lab) as stage:
@@ -85,9 +80,30 @@ def measure(lab: Lab, idle: dict[str, list[float]]) -> dict[str, list[tuple[floa
             measured = {name: seconds_of(stage, prefill, sides[name]) for name in order}
             for name in sides if turn else ():  # the first one shakes hands
                 found[name].append(measured[name])
-        for name in random.sample(order, len(order)):
-            idle[name].append(float(sides[name].call("idle", _IDLE_STEPS)))
     return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of one D; ``of_stock`` is its median ratio to stock's, with an interval."""
+
+    side: str
+    what: str
+    median_s: float
+    least_s: float
+    of_stock: tuple[float, float, float]
+
+
+def rows_of(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
+    """Compares each D's turns with stock's."""
+    rows = []
+    for column, what in enumerate(("passed", "cpu")):
+        stock = [times[column] for times in found["stock"]]
+        for name, times in found.items():
+            own = [each[column] for each in times]
+            ratio = interval([a / b for a, b in zip(own, stock, strict=True)])
+            rows.append(Row(name, what, statistics.median(own), min(own), ratio))
+    return rows
 
 
 def main() -> None:
@@ -95,36 +111,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--release", default="0.32.0")
     parser.add_argument("--repeat", type=int, default=100)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
+    add_options(parser)
     options = parser.parse_args()
-    console = Console()
+    console = console_of(120)
     fetch([options.release])
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
-    idle: dict[str, list[float]] = {name: [] for name in SIDES}
     with Lab(options.release) as lab:
         for _ in track(range(-(-options.repeat // TURNS)), "reading", console=console):
-            for name, times in measure(lab, idle).items():
+            for name, times in measure(lab).items():
                 found[name] += times
     table = Table("D", "", "median ms", "least ms", "of stock", title=f"vLLM {options.release}")
-    rows = []
-    for column, what in enumerate(("passed", "cpu")):
-        stock = [times[column] for times in found["stock"]]
-        for name, times in found.items():
-            own = [each[column] for each in times]
-            ratio = interval([a / b for a, b in zip(own, stock, strict=True)])
-            rows.append((name, what, statistics.median(own), min(own), *ratio))
-            table.add_row(
-                name, what, f"{statistics.median(own) * 1e3:.2f}", f"{min(own) * 1e3:.2f}",
-                f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})",
-            )  # fmt: skip
-    for name, each in idle.items():
-        rows.append((name, "idle step", statistics.median(each), min(each), None, None, None))
-        table.add_row(
-            name, "idle step", f"{statistics.median(each) * 1e3:.4f}", f"{min(each) * 1e3:.4f}", ""
-        )
+    rows = rows_of(found)
+    for row in rows:
+        of_stock = "{:.3f} ({:.3f} to {:.3f})".format(*row.of_stock)
+        ms = (f"{1e3 * seconds:.2f}" for seconds in (row.median_s, row.least_s))
+        table.add_row(row.side, row.what, *ms, of_stock)
     console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
+    conclude(rows, (), options, console)
 
 
 if __name__ == "__main__":

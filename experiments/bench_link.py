@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench_transfer import GQA, PAIRS, Decode, Pair, Setup, prefill_side, random_bytes
-from goals import Goal, add_options, conclude, console_of
+from harness import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 

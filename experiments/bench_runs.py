@@ -1,4 +1,4 @@
-"""What one run of a read costs: where the threshold between direct and staged comes from.
+"""Measures one run of a read: where the threshold between direct and staged comes from.
 
     python experiments/bench_runs.py [--mib 64] [--most 100000] [--device cuda] [--json FILE]
 

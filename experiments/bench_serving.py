@@ -1,47 +1,55 @@
-"""Time to first token of heterogeneous pairs of real engines, beside stock's like pair.
+"""Measures time to first token of heterogeneous pairs of real engines, beside stock's like pair.
 
     experiments/bench_serving.sh [--pairs 32-128,64-32] [--prompts 40] [--json FILE] [--check]
 
-vLLM's servers on the CPU with a random Llama of small layers and 128 KiB of KV a token. For each
-pair four engines run at once: the pair, and a like pair of stock's, which are sent the same
-prompts by turns, so that what else the machine does is shared. Every block of all caches has been
-written to before anything is timed. "idle": nothing else is served. "busy": D decodes for four
-other clients, whose tokens a second are counted while loads come in.
+vLLM's servers on the CPU with a random Llama of 128 KiB of KV a token. Four engines run at once: a
+pair, and a stock like pair, which get the same prompts by turns. All blocks of the caches have been
+written to before. "idle": D serves nothing else. "busy": D decodes for four other clients.
 
-"first token" is from sending the prompt to P to D's first token; "of D" what passes of it after
-P's answer: the transfer, and D's step for the last token. Ratios are of the same prompt on both
-pairs, their median and the quartiles. The answers of both must be the same. With --check the exit
-status is 1 where the median first token takes more than 1.2 of the like pair's (1.05 where both
-pairs are alike), idle or busy.
+"first token" is from sending the prompt to P to D's first token; "of D" the part after P's answer.
+Ratios are of one prompt on both pairs. The answers of both must be the same. With --check the exit
+status is 1 above 1.2 of the like pair's time (1.05 where both pairs are alike).
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.models import MAKERS
-from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.tools.cli import exit_statuses
+from experiments.harness import (
+    Goal,
+    add_options,
+    chosen,
+    conclude,
+    console_of,
+    table_of,
+    work_folder,
+)
+from kvpatch.core.errors import EngineFailed, KvpatchError
 from kvpatch.tools.verify.engine import Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
-from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.run import (
+    progress_bar,
+    require_kvpatch_as_asked,
+    running,
+    until_signal,
+    vocabulary,
+)
 from kvpatch.tools.verify.setups import Options, small_engine
 
 _TORCH_ATTENTION = (
@@ -69,7 +77,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """What is held against a like pair of ``like``'s engines without kvpatch."""
+    """A pair that is compared with a stock like pair of ``like``'s engines."""
 
     name: str
     prefill: Side
@@ -221,21 +229,6 @@ async def busy_loads(
         measured.busy.append(compared(measured.pair, like, own))
 
 
-def choose(text: str | None) -> list[Pair]:
-    """The pairs of these names; all of them for None.
-
-    Raises:
-        BadOptions: there is no pair of a name.
-    """
-    names = [pair.name for pair in PAIRS]
-    asked = names if text is None else [name.strip() for name in text.split(",")]
-    if not set(asked) <= set(names):
-        raise BadOptions(
-            f"--pairs: expected some of {', '.join(names)}, found {text!r}", "name some of these"
-        )
-    return [pair for pair in PAIRS if pair.name in asked]
-
-
 def spec(name: str, model: str, side: Side, *, kvpatch: bool) -> EngineSpec:
     """One engine; those with a layout have attention in torch, which knows both."""
     arguments = (
@@ -293,25 +286,21 @@ def median_ms(loads: Sequence[Load], what: str) -> float:
     return 1e3 * statistics.median(getattr(one, what) for one in loads)
 
 
-def missed(found: Sequence[Measured]) -> list[str]:
-    """Where the goal is not met, in words."""
+def goals(found: Sequence[Measured]) -> list[Goal]:
     return [
-        f"{one.pair}, D {when}: first token {ratio:.2f} of the like pair's, expected {one.most}"
+        Goal(f"{one.pair}, D {when}: first token", ratios(loads, "first_token_s")[0], one.most)
         for one in found
         for when, loads in (("idle", one.idle), ("busy", one.busy))
-        if (ratio := ratios(loads, "first_token_s")[0]) > one.most
     ]
 
 
 def table(found: Sequence[Measured]) -> Table:
     """Ratios beside milliseconds."""
     title = f"{_PROMPT_TOKENS} tokens, {_PROMPT_TOKENS * _TOKEN_BYTES / 1024**2:.0f} MiB of KV"
-    shown = Table(title=title)
-    for name in (
+    shown = table_of(title, (
         "pair", "D", "first token, ms", "like", "ratio", "of D, ms", "like", "ratio",
         "others, tokens/s",
-    ):  # fmt: skip
-        shown.add_column(name, justify="left" if name in ("pair", "D") else "right")
+    ))  # fmt: skip
     for one in found:
         for when, loads in (("idle", one.idle), ("busy", one.busy)):
             row: list[Any] = [one.pair, when]
@@ -325,31 +314,33 @@ def table(found: Sequence[Measured]) -> Table:
     return shown
 
 
-def bench_serving(
-    pairs: Annotated[str | None, typer.Option(help="Which, by commas; all by default.")] = None,
-    prompts: Annotated[int, typer.Option(min=8, help="Of each pair, idle and busy.")] = 40,
-    results: Annotated[Path | None, typer.Option("--json", help="Write all times here.")] = None,
-    check: Annotated[bool, typer.Option(help="Exit 1 where a goal is missed.")] = False,
-    work_dir: Annotated[Path, typer.Option(help="For models and logs.")] = Path(".cache/serving"),
-) -> None:
-    """Serve pairs of engines beside stock's like pair, and compare times to first token."""
-    console = Console(width=None if sys.stdout.isatty() else 140)
+def main() -> None:
+    """Serves pairs of engines beside stock's like pair, and compares times to first token."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", help="which, by commas; all by default")
+    parser.add_argument("--prompts", type=int, default=40, help="of each pair, idle and busy")
+    parser.add_argument("--work-dir", type=Path, help="for models and logs; kept")
+    add_options(parser)
+    options = parser.parse_args()
+    console = console_of(140)
     importable_in_engines()
-    with exit_statuses():
-        chosen = choose(pairs)
-        work_dir = work_dir.resolve()
-        work_dir.mkdir(parents=True, exist_ok=True)
-        model = str(MAKERS["much-kv"](work_dir / "much-kv"))
-        options = Options(work_dir=work_dir, model=model)
-        found = [asyncio.run(measure(pair, model, prompts, options, console)) for pair in chosen]
+    try:
+        names = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
+        folder = work_folder(options.work_dir, "serving", console)
+        model = str(MAKERS["much-kv"](folder / "much-kv"))
+        of_run = Options(work_dir=folder, model=model)
+        found = [
+            until_signal(measure(pair, model, options.prompts, of_run, console))
+            for pair in PAIRS
+            if pair.name in names
+        ]
+    except KvpatchError as error:
+        parser.exit(2, f"error: {error}\n")
     console.print(table(found))
-    if results is not None:
-        results.write_text(json.dumps([asdict(one) for one in found], indent=1))
-    over = missed(found)
-    console.print("\n".join(over) or "all within their goals")
-    if over and check:
-        raise typer.Exit(1)
+    conclude(found, goals(found), options, console)
 
 
 if __name__ == "__main__":
-    typer.run(bench_serving)
+    main()

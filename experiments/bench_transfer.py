@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from goals import Goal, add_options, conclude, console_of
+from harness import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 

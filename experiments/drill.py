@@ -1,31 +1,15 @@
-"""Faults while real engines serve: is an answer wrong, is each failure counted once?
+"""Plays faults while real engines serve, and compares the answers and the counts of failures.
 
     experiments/drill.sh [--pairs stock,both] [--scenes stale,link] [--requests 5000]
 
-vLLM's servers on the CPU with a tiny random Llama, P with a small cache and a lease of 2 s, D's
-answers held against one engine alone. Each pair of engines plays each scene:
+vLLM's servers on the CPU with a tiny random Llama. P has a small cache and a lease of 2 s. Each
+answer is compared with a single engine's. ``engines/scenes.py`` has the scenes.
 
-``stale``    D is held up for 5 s after P has answered; the lease ends and other prompts take the
-             blocks, which D then reads.
-``link``     P is held up instead, for 5 s, as D reads; other prompts wait for it.
-``replaced`` D is held up after P has answered, P is killed and another one with its engine id
-             takes its place and its blocks.
-``kill-p``   kill -9 of P among requests under way; another one starts under its id.
-``kill-d``   the same of D.
-
-"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. "failed"
-are those that an engine said have failed, "broken" those whose connection ended without a word of
-it, as a killed engine's do; both are asked again once the fault is over. D keeps its handshake
-with a P that comes back under the same engine id, with kvpatch or without, and fails what it is to
-read from it until it is restarted itself ("failed after"): it is, before it is asked again.
-
-"P's count" and "D's count" are of requests that ended with an error by /metrics: an engine that was
-not killed has broken no connection and counted each failure that it told a client of, once. With
---check the exit status is 1 where kvpatch on both sides gave a wrong answer, left one out or
-counted one otherwise, or where the stale blocks of stock's pair went unseen: then nothing was
-drilled.
-
-A prompt is taken only if the single engine prefers each of its tokens by a margin.
+"wrong" has HTTP 200. "failed" is told by an engine, "broken" is a connection that ended without an
+answer; both are asked again after the fault. D keeps its handshake with a P that came back under
+its engine id, so D is restarted before that. The counts of P and D are from /metrics. With --check
+the exit status is 1 if kvpatch on both sides gave a wrong answer, left one out or counted one
+otherwise, or if stock's stale blocks went unseen: then nothing was drilled.
 """
 
 from __future__ import annotations
@@ -40,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -48,10 +31,18 @@ from rich.table import Table
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
 from experiments.engines.references import Prompt
-from experiments.engines.routed import Play, batches, connections, references
+from experiments.engines.routed import Play, answers_alone, batches, connections
 from experiments.engines.scenes import LEASE_S, SCENES, Told
-from experiments.goals import Goal, add_options, conclude, console_of
-from experiments.options import chosen, show_said, work_folder
+from experiments.harness import (
+    Goal,
+    add_options,
+    chosen,
+    conclude,
+    console_of,
+    show_said,
+    table_of,
+    work_folder,
+)
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
@@ -60,7 +51,6 @@ from kvpatch.tools.verify.run import (
     require_kvpatch_as_asked,
     running,
     until_signal,
-    vocabulary,
 )
 from kvpatch.tools.verify.setups import Options, small_engine
 
@@ -81,7 +71,7 @@ class Pair:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing may go wrong with it."""
+        """True if nothing may go wrong with it."""
         return self.prefill_kvpatch and self.decode_kvpatch
 
 
@@ -179,7 +169,7 @@ async def scene(
 
 @dataclass(frozen=True)
 class Book:
-    """What one engine has counted; ``group`` says which one it was."""
+    """The counts of one engine; ``group`` says which process it was."""
 
     group: int | None
     counts: Mapping[str, int]
@@ -207,7 +197,7 @@ async def read_books(play: Play) -> Books:
 
 
 def since(before: Book, now: Book, name: str) -> int | None:
-    """What an engine has counted; None for one that is not the one it was."""
+    """Returns what an engine has counted since; None if another one has taken its place."""
     return now.counts[name] - before.counts[name] if now.group == before.group else None
 
 
@@ -242,7 +232,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Asking:
-    """What one run plays; ``requests`` of each scene of each pair."""
+    """The scenes and pairs of one run; ``requests`` are of each scene of each pair."""
 
     pairs: Sequence[Pair]
     scenes: Sequence[str]
@@ -284,15 +274,9 @@ async def play_pair(
 async def drill(asking: Asking, options: Options, console: Console) -> list[Row]:
     """The single engine's answers, then pair after pair."""
     wanted = _WARM_UP + len(asking.scenes) * asking.requests
-    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(DECODE_CACHE_TOKENS // 32))
-    alone = small_engine("drill-single", str(options.model), "float32", small, False, False)
-    async with (
-        httpx.AsyncClient(trust_env=False) as client,
-        running((alone,), client, options, console) as (single,),
-    ):
-        words = sorted(set(await vocabulary(client, single)))
-        with progress_bar(console) as progress:
-            prompts = await references(client, single, words, wanted, progress)
+    words, prompts = await answers_alone(
+        "drill-single", DECODE_CACHE_TOKENS // 32, wanted, options, console
+    )
     rows = []
     for pair in asking.pairs:
         its = await play_pair(pair, asking, prompts, words, options, console)
@@ -302,14 +286,12 @@ async def drill(asking: Asking, options: Options, console: Console) -> list[Row]
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """What became of requests, beside what P and D counted."""
-    shown = Table(title=f"lease of {LEASE_S} s; wrong: with HTTP 200")
-    for name in (
+    """Shows what became of requests, beside what P and D counted."""
+    shown = table_of(f"lease of {LEASE_S} s; wrong: with HTTP 200", (
         "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
         "D's count", "broken at P", "broken at D", "no answer", "failed after", "again: right",
         "wrong", "failed", "leases ended", "failed transfers", "ended", "s",
-    ):  # fmt: skip
-        shown.add_column(name, justify="left" if name in ("engines", "scene", "ended") else "right")
+    ))  # fmt: skip
     for row in rows:
         shown.add_row(
             *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
@@ -329,7 +311,7 @@ def known(counted: int | None) -> str:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Of kvpatch on both sides, and that stock's pair shows what is drilled."""
+    """Judges kvpatch on both sides, and that stock's pair shows the faults."""
     found = []
     ours = {pair.name for pair in PAIRS if pair.is_ours}
     for row in rows:

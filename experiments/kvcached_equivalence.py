@@ -44,7 +44,7 @@ class NotHere(KvpatchError):
 
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """What a command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="kvcached_equivalence.sh",
         description=__doc__,
@@ -128,7 +128,7 @@ def require_here() -> None:
 
 
 def bring_stand_ins() -> None:
-    """Has every engine started from here find kvcached's source and what stands in for CUDA.
+    """Makes engines started from here find kvcached's source and the stand-in for CUDA.
 
     Raises:
         BadOptions: this is not the vLLM that the stand-ins are for.
@@ -141,7 +141,7 @@ def bring_stand_ins() -> None:
 
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
-    """Whether every pair was identical and every spoiled cache noticed."""
+    """Plays the pairs; true if all were identical and every spoiled cache noticed."""
     from rich.console import Console
 
     from experiments.engines.shown import all_passed, show_pairs

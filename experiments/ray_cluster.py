@@ -101,7 +101,7 @@ def spread_over_cores() -> None:
 async def served_identically(
     client: httpx.AsyncClient, prefill: Engine, decode: Engine, options: Options, console: Console
 ) -> bool:
-    """Whether a pair serves as its prefill engine does alone, with kvpatch in both workers."""
+    """True if a pair serves as its prefill engine does alone, with kvpatch in both workers."""
     from kvpatch.tools.verify import report
     from kvpatch.tools.verify.compare import compare
     from kvpatch.tools.verify.prompts import build_cases
@@ -120,7 +120,7 @@ async def served_identically(
 
 
 async def computed_there(client: httpx.AsyncClient, prefill: Engine, decode: Engine) -> bool:
-    """Whether a scheduler whose workers lack kvpatch says so, and answers as P does alone."""
+    """True if a scheduler whose workers lack kvpatch says so, and answers as P does alone."""
     from kvpatch.tools.verify.handoff import complete, prefill_then_decode
 
     enabled = [found["enabled"] for found in await decode.rpc(client, "kvpatch_process_status")]

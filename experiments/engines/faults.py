@@ -1,4 +1,4 @@
-"""What a drill does to engines: holds them up, kills them, starts them again, reads their books."""
+"""Holds engines up, kills them, starts them again, and reads their counts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def kill(engine: Engine) -> None:
 
 
 def is_alive(engine: Engine) -> bool:
-    """Whether its process still runs."""
+    """True if its process still runs."""
     try:
         engine.require_alive()
     except EngineFailed:

@@ -134,7 +134,7 @@ def _layout_of_rank(layers: Sequence[dict[str, Any]]) -> Kvcached | None:
 
 
 def _block_bytes(layer: dict[str, Any]) -> int:
-    """Of one block of a layer, in all its planes."""
+    """Returns the bytes of one block of a layer, in all its planes."""
     total = 0
     for plane in layer["planes"]:
         _, heads, tokens, channels = plane["counts"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
-from kvpatch.tools.verify.caches import LayerCache, layer_caches
+from kvpatch.tools.verify.caches import ProbedLayer, layer_caches
 from kvpatch.tools.verify.probe import CacheProbe
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ class LabProbe(CacheProbe):
         return [describe(layer) for layer in layer_caches(self)]
 
     def kvpatch_held(self) -> dict[str, int]:
-        """What kvpatch holds in this process of requests: all 0 once they are over.
+        """Returns what kvpatch holds for requests in this process: all 0 once they are over.
 
         Blocks of host buffers are the scheduler's, which says so in its log.
         """
@@ -29,20 +28,9 @@ class LabProbe(CacheProbe):
         made = [reader.heterogeneous for reader in readers if reader]
         return {"staging_bytes": sum(reads.pool.taken_bytes for reads in made if reads)}
 
-    def kvpatch_saved(self) -> dict[str, float]:
-        """What saving to this process's host buffers has taken so far."""
-        found = [one for state in _states() if (one := state.held(HostBuffer)) is not None]
-        return {
-            "blocks": sum(buffer.saved_blocks for buffer in found),
-            "seconds": sum(buffer.save_seconds for buffer in found),
-            "bytes_per_block": sum(
-                buffer.pool.size_bytes // buffer.host_blocks for buffer in found
-            ),
-        }
-
 
 def _states() -> list[WorkerState]:
-    """Of this process's connectors."""
+    """Returns the states of this process's connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     from kvpatch.worker.state import worker_state
@@ -53,41 +41,27 @@ def _states() -> list[WorkerState]:
     return [worker_state(worker) for worker in workers if worker is not None]
 
 
-def describe(layer: LayerCache) -> dict[str, Any]:
+def describe(layer: ProbedLayer) -> dict[str, Any]:
     """One layer's tensor and planes as plain data. Addresses and strides in bytes."""
     tensor = layer.tensor
     storage = tensor.untyped_storage()
     item_bytes = tensor.element_size()
     return {
         "layer": layer.name,
-        "group": layer.group,
         "shape": list(tensor.shape),
         "strides_bytes": [stride * item_bytes for stride in tensor.stride()],
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": str(tensor.device),
         "address": tensor.data_ptr(),
         "storage_address": storage.data_ptr(),
-        "storage_bytes": storage.nbytes(),
         "block_tokens": layer.block_tokens,
-        "window_tokens": layer.window_tokens,
         "planes": [
             {
                 "content": plane.content.value,
                 "address": plane.address,
-                "counts": [
-                    plane.counts.blocks,
-                    plane.counts.heads,
-                    plane.counts.block_tokens,
-                    plane.counts.channels,
-                ],
-                "strides_bytes": [
-                    plane.strides_bytes.block,
-                    plane.strides_bytes.head,
-                    plane.strides_bytes.token,
-                    plane.strides_bytes.channel,
-                ],
+                "counts": list(plane.counts),
+                "strides_bytes": list(plane.strides_bytes),
                 "item_bytes": plane.item_bytes,
-                "first_head": plane.first_head,
             }
             for plane in layer.planes
         ],

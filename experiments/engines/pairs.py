@@ -88,7 +88,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Single:
-    """What the single engine and every engine of a row have in common.
+    """The facts that the single engine and every engine of a row share.
 
     Attributes:
         cuda: whether they run on a GPU, in bfloat16.
@@ -105,7 +105,7 @@ class Single:
 
     @property
     def has_state(self) -> bool:
-        """Whether the model has layers with recurrent state."""
+        """True if the model has layers with recurrent state."""
         return self.model == "hybrid"
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class Row:
 
     @property
     def same_prefill(self) -> bool:
-        """Whether prefill engines compute as the single engine does, to the last bit.
+        """True if prefill engines compute as the single engine does, to the last bit.
 
         With recurrent state they stop a token before the end.
         """
@@ -154,7 +154,7 @@ class Row:
 
     @property
     def accepts(self) -> str:
-        """What D is told to accept (``KVPATCH_ACCEPT``)."""
+        """The differences that D accepts (``KVPATCH_ACCEPT``)."""
         sides = (*self.prefill, self.decode)
         unlike = {
             "vllm_version": len({side.release for side in sides}) > 1,

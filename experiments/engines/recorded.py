@@ -1,4 +1,4 @@
-"""What a run of all pairs showed, as the data that README's table is made from."""
+"""Records a run of all pairs, as the data that README's table is made from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.engines.checkout import ROOT
 from experiments.engines.run import RowResult
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
-from kvpatch.tools.verify.compare import Verdict
+from kvpatch.tools.verify.compare import CaseVerdict
 from tests.played import write_table
 
 DATA = ROOT / "docs" / "data" / "engines.json"
@@ -61,7 +61,7 @@ def record(results: Sequence[RowResult]) -> None:
 
 
 def table_rows(results: Sequence[RowResult]) -> list[list[str]]:
-    """What is shown of each pair that the table has, in its order."""
+    """Returns the row of each pair that the table has, in its order."""
     by_name = {result.row.name: result for result in results}
     return [[title, *_cells(by_name[name])] for name, title in TITLES.items() if name in by_name]
 
@@ -77,7 +77,7 @@ def _cells(result: RowResult) -> tuple[str, str]:
     return stock, f"{ours}, on stock's path" if is_like else ours
 
 
-def _said_of(verdicts: Sequence[Verdict]) -> str:
+def _said_of(verdicts: Sequence[CaseVerdict]) -> str:
     failed = sum(verdict.tokens == "failed" for verdict in verdicts)
     wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
     if not verdicts:

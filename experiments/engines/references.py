@@ -1,4 +1,4 @@
-"""What one engine alone answers to a prompt, that others' answers are held against.
+"""Answers of one engine alone, with which others' answers are compared.
 
 A prompt is taken only if the engine prefers each token of its answer by a margin, so that another
 rounding in a batch of another size cannot change it.

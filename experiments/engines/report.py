@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult
-from kvpatch.tools.verify.compare import NULL_BLOCK, Comparison, Observation, Snapshot, Verdict
-from kvpatch.tools.verify.prompts import Case, steps
+from kvpatch.tools.verify.compare import (
+    NULL_BLOCK,
+    CaseVerdict,
+    SetupComparison,
+    Snapshot,
+)
+from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.report import errors, json_lines
 
 if TYPE_CHECKING:
@@ -23,13 +27,12 @@ def pairs_table(results: Sequence[RowResult]) -> Table:
         title="heterogeneous pairs, held against one single engine",
         title_justify="left",
         caption="spoiled: caches spoiled on purpose that were noticed; prefix hits: blocks that D "
-        "had itself, for each shared prefix; first token: single/stock/kvpatch",
+        "had itself, for each shared prefix",
         caption_justify="left",
     )
     for heading in ("row", "blocks at P -> D", "stock", "kvpatch", "cache bytes", "spoiled"):
         drawn.add_column(heading, no_wrap=True)
     drawn.add_column("prefix hits", justify="right", no_wrap=True)
-    drawn.add_column("first token ms", justify="right", no_wrap=True)
     for result in results:
         verdicts = result.comparison.verdicts
         control = result.comparison.control
@@ -44,10 +47,6 @@ def pairs_table(results: Sequence[RowResult]) -> Table:
             coloured(cache_cell(ours)),
             f"{spoiled - len(result.unnoticed)}/{spoiled}",
             _hits_cell(result),
-            "/".join(
-                first_token_cell(result.comparison.cases, found)
-                for found in result.comparison.observations.values()
-            ),
         )
     return drawn
 
@@ -61,8 +60,8 @@ def row_line(result: RowResult) -> str:
     return f"{result.row.name} ({result.row}): {', '.join(cells)}"
 
 
-def tokens_cell(verdicts: Sequence[Verdict]) -> str:
-    """What became of a set-up's tokens: identical, or how many are wrong, or failed."""
+def tokens_cell(verdicts: Sequence[CaseVerdict]) -> str:
+    """Tells if a set-up's tokens are identical, or how many are wrong or failed."""
     if not verdicts:
         return "not run"
     failed = sum(verdict.tokens == "failed" for verdict in verdicts)
@@ -75,23 +74,12 @@ def tokens_cell(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(parts) or "identical"
 
 
-def cache_cell(verdicts: Sequence[Verdict]) -> str:
-    """Whether the decode engine's caches have the prefill engine's bytes."""
+def cache_cell(verdicts: Sequence[CaseVerdict]) -> str:
+    """Tells if the decode engine's caches have the prefill engine's bytes."""
     if not verdicts:
         return "not run"
     wrong = sum(bool(verdict.transfer or verdict.prefill) for verdict in verdicts)
     return f"wrong {wrong}/{len(verdicts)}" if wrong else "identical"
-
-
-def first_token_cell(cases: Sequence[Case], found: Mapping[str, Observation]) -> str:
-    """The median over the prompts that were sent alone, in milliseconds."""
-    alone = [step[0].name for step in steps(cases) if len(step) == 1 and not step[0].control]
-    times = [
-        completion.first_token_s
-        for name in alone
-        if name in found and (completion := found[name].completion) is not None
-    ]
-    return f"{median(times) * 1000:.0f}" if times else "-"
 
 
 def _hits_cell(result: RowResult) -> str:
@@ -100,7 +88,7 @@ def _hits_cell(result: RowResult) -> str:
     return "+".join(map(str, prefix_hits(result.comparison)))
 
 
-def prefix_hits(comparison: Comparison) -> list[int]:
+def prefix_hits(comparison: SetupComparison) -> list[int]:
     """For each pair of prompts with a shared prefix, how many blocks the later one found on D."""
     cases, found = comparison.cases, comparison.observations["kvpatch"]
     hits = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from rich.console import Console
 from rich.progress import Progress
 
 from experiments.engines.faults import kill_and_restart
@@ -18,7 +19,8 @@ from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.tools.verify.engine import Engine
 from kvpatch.tools.verify.handoff import Request, complete, decode, prefill
-from kvpatch.tools.verify.setups import Options
+from kvpatch.tools.verify.run import progress_bar, running, vocabulary
+from kvpatch.tools.verify.setups import Options, small_engine
 
 ANSWER_TOKENS = 8
 TOGETHER = 8
@@ -46,7 +48,7 @@ def connections() -> httpx.AsyncClient:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request, and what a failure said.
+    """The end of one request, and the words of a failure.
 
     Attributes:
         kind: ``right``, ``wrong``, ``no_answer``; ``failed_at_p`` or ``failed_at_d`` where that
@@ -125,7 +127,7 @@ class Play:
         ]
 
     async def finish(self, prompt: Prompt, name: str, answer: dict[str, Any] | Outcome) -> Outcome:
-        """What P has answered, sent to D."""
+        """Sends D what P has answered."""
         return answer if isinstance(answer, Outcome) else await self.at_d(prompt, name, answer)
 
     async def others(self) -> None:
@@ -151,7 +153,7 @@ class Asked:
 
 
 async def settled(asked: Sequence[Asked]) -> list[Outcome]:
-    """What becomes of them when nothing is held up any more; clients' patience starts here."""
+    """Waits for their ends after the fault; clients' patience starts here."""
     tasks = [one.answering for one in asked]
     _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
     for task in waiting:
@@ -199,3 +201,18 @@ async def references(
         found += [prompt for prompt in batch if prompt is not None]
         progress.update(task, completed=min(wanted, len(found)))
     return found[:wanted]
+
+
+async def answers_alone(
+    name: str, cache_blocks: int, wanted: int, options: Options, console: Console
+) -> tuple[list[int], list[Prompt]]:
+    """Starts a single engine; returns its vocabulary, and prompts with its answers."""
+    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(cache_blocks))
+    alone = small_engine(name, str(options.model), "float32", small, False, False)
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running((alone,), client, options, console) as (single,),
+    ):
+        words = sorted(set(await vocabulary(client, single)))
+        with progress_bar(console) as progress:
+            return words, await references(client, single, words, wanted, progress)

@@ -13,7 +13,7 @@ from experiments.engines.kvcached_pairs import require_layouts
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, single_setup
 from kvpatch.core.errors import EngineFailed
-from kvpatch.tools.verify.compare import Comparison, Observation, compare
+from kvpatch.tools.verify.compare import Observation, SetupComparison, compare
 from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
 from kvpatch.tools.verify.handoff import complete
 from kvpatch.tools.verify.prompts import Case, build_cases
@@ -49,7 +49,7 @@ class RowResult:
     """
 
     row: Row
-    comparison: Comparison
+    comparison: SetupComparison
     failure: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class RowResult:
 
     @property
     def passed(self) -> bool:
-        """Whether kvpatch's answers and caches are all identical and its control was noticed."""
+        """True if kvpatch's answers and caches are all identical and its control was noticed."""
         verdicts = self.comparison.verdicts.get("kvpatch", {})
         return bool(
             not self.failure
@@ -127,7 +127,7 @@ async def _observe_single(
 
 
 async def _rehearse(serving: Serving, cases: Sequence[Case]) -> None:
-    """Has every prefill engine compute prompts as long as these, and forget them.
+    """Makes every prefill engine compute prompts as long as these, and forget them.
 
     A length costs most the first time, in kernels that are made for it: the set-up that is served
     first would pay for those behind it, in its times to first token.
@@ -222,7 +222,7 @@ class _RowRun:
         return observations
 
     async def _keep_metrics(self, engine: Engine) -> None:
-        """What an operator sees of an engine when a row is over, beside its log."""
+        """Keeps an engine's metrics beside its log when a row is over."""
         response = await self.client.get(f"{engine.url}/metrics", timeout=_METRICS_TIMEOUT_S)
         response.raise_for_status()
         engine.log.with_suffix(".metrics").write_text(response.text)

@@ -1,4 +1,4 @@
-"""What a drill plays: faults while requests are at P, on their way, or at D.
+"""Plays faults while requests are at P, on their way, or at D.
 
 The lease of P is :data:`LEASE_S`; heartbeats of a D that is held up do not renew it.
 """
@@ -24,7 +24,7 @@ _REQUESTS_PER_KILL = 200
 
 @dataclass
 class Told:
-    """What has become of a scene's requests."""
+    """Counts the ends of a scene's requests."""
 
     advance: Callable[[], None]
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -53,5 +53,5 @@ def show_pairs(
 
 
 def all_passed(results: Sequence[RowResult]) -> bool:
-    """Whether every pair was identical and every spoiled cache noticed."""
+    """True if every pair was identical and every spoiled cache noticed."""
     return bool(results) and all(result.passed for result in results)

@@ -37,7 +37,7 @@ class TorchCacheProbe(LabProbe):
 
 @register_backend(AttentionBackendEnum.CPU_ATTN)
 class TorchAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks of a backend."""
+    """The attention backend, as vLLM asks for one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32"]

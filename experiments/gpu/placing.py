@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from experiments.bench_operations import PAIRS, chunks_of
 from experiments.gpu.rows import Rows, options_of
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.transfer.caches import placing_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
+from tests.transfer.operations import PAIRS, chunks_of
 
 _ADDRESS = 1 << 32
 _REPEAT = 5

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvpatch.tools.doctor import Diagnosis
-    from kvpatch.tools.planning.plan import Plan
+    from kvpatch.tools.planning.plan import PairPlan
     from kvpatch.tools.upgrade import Upgrade
-    from kvpatch.tools.verify.compare import Comparison
+    from kvpatch.tools.verify.compare import SetupComparison
     from kvpatch.tools.verify.setups import Options
 
 app = typer.Typer(
@@ -167,7 +167,7 @@ class PlanOptions:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
-    def planned(self) -> Plan:
+    def planned(self) -> PairPlan:
         """Plans the pair.
 
         Raises:
@@ -439,7 +439,7 @@ def _verify_workers(device: str, console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _show_comparison(comparison: Comparison, options: Options, console: Console) -> None:
+def _show_comparison(comparison: SetupComparison, options: Options, console: Console) -> None:
     """Tables and conclusions; the details go to a file."""
     from kvpatch.tools.verify.report import errors, json_lines, summary, table, write_json_lines
 

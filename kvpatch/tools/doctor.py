@@ -1,4 +1,4 @@
-"""What kvpatch finds in this environment and can do with it."""
+"""Shows what kvpatch finds in this environment, and what it can do with it."""
 
 from __future__ import annotations
 

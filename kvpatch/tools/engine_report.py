@@ -27,7 +27,7 @@ Values = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What ``kvpatch doctor --url`` says.
+    """The report of ``kvpatch doctor --url``.
 
     Attributes:
         sentences: what was found, and what to do about it.
@@ -39,7 +39,7 @@ class EngineReport:
 
 
 def report_of(url: str) -> EngineReport:
-    """Of the engine whose API server is there.
+    """Reads the engine whose API server answers at ``url``.
 
     Raises:
         BadOptions: there is none there.
@@ -115,7 +115,7 @@ def _not_received(values: Values) -> float:
 
 
 def _holds(values: Values) -> Iterator[str]:
-    """What P's word says of the blocks that were read."""
+    """Yields what P's holds say of the blocks that were read."""
     holds = _of(values, "load_holds_total")
     stale = holds.get("gone", 0) + holds.get("expired", 0)
     if stale:
@@ -134,7 +134,7 @@ def _holds(values: Values) -> Iterator[str]:
 
 
 def _digested(values: Values) -> Iterator[str]:
-    """What P's digests say of loads."""
+    """Yields what P's digests say of loads."""
     found = _of(values, "load_digests_total")
     alarms = found.get("alarm", 0)
     compared = found.get("checked", 0) + found.get("partly", 0) + alarms

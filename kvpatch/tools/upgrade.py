@@ -1,4 +1,4 @@
-"""What kvpatch would do on a vLLM that is not installed: a source tree, a folder, or a wheel."""
+"""Tells what kvpatch would do on a vLLM that is not installed: a tree, a folder, or a wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpatch.patches import SLUGS
 
 @dataclass(frozen=True)
 class Upgrade:
-    """What a build would get.
+    """The patches that a build would get.
 
     Attributes:
         vllm: its version, and the release that it is taken for.

@@ -22,39 +22,32 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
 _HEAD = """\
 # Kinds of cache
 
-Written by `python -m tests.contract --write` from `kvpatch/worker/cache_kinds.py`, which
-was read from the sources of all supported releases, on CUDA, ROCm, XPU, CPU and TPU.
+What does a block hold, and what may be done with it? Written by `python -m tests.contract --write` from
+`kvpatch/worker/cache_kinds.py`, which was read from the sources of all supported releases.
 
-What a block holds decides what may be done with it:
+| a block holds | what kvpatch does |
+|---|---|
+| **rows of tokens** | pairs them by token with blocks of any size and layout, splits them over any ranks, and zeroes the tokens behind the last one. A CPU's keys by column, and tiles (AMX, bfloat16), are axes of strides too |
+| a **whole** | moves it whole between equal kernel blocks and equal heads; never cuts or zeroes it. Other peers are refused |
+| a whole, and smaller ones **join** | from 0.32 on vLLM itself reads a P of smaller blocks; kvpatch hands it the blocks that belong together |
+| a **recurrent state** | moves it whole between equal ranks. From 0.20 on each rank's share of Mamba2, Mamba1 and gated delta nets (x, B and C; q, k and v) moves to the ranks that have it; other kinds are refused between unlike ranks |
 
-- **rows of tokens** are paired by token with blocks of any size and layout, split over any ranks,
-  and zeroed behind the last token; a CPU's keys lie by column, or with AMX and bfloat16 keys and
-  values lie in tiles, which are axes of strides like any others;
-- **whole blocks** move whole, between equal kernel blocks and equal heads, and are never cut nor
-  zeroed; a peer with other ones is refused with the words below. Where smaller ones **join**, one
-  behind the other, to a larger one, vLLM from 0.32 on reads a P of smaller blocks rightly, and such
-  a P is left to it; kvpatch hands it the blocks that belong together;
-- **recurrent state** is one for all tokens, and moves whole between as many ranks. Of Mamba2,
-  Mamba1 and gated delta nets a rank's share of each part (x, B and C; q, k and v) moves to the
-  ranks that have it, from 0.20 on; other kinds are refused between unlike ranks.
+A backend or `KVCacheSpec` that is not in the table below may hold anything. vLLM reads it between like
+engines, it moves whole behind a host buffer, and a peer of another geometry is refused with its name.
+A backend that vLLM derives for chunked local, cross or encoder attention, sinks or fast prefill holds
+what its base holds.
 
-A backend or a `KVCacheSpec` that is not here (an out-of-tree platform's, or a new release's) may
-hold anything: it is left to the release between engines alike, moves whole behind a host buffer,
-and a peer of another geometry is refused with its name. A backend that vLLM derives from one of
-these for chunked local, cross or encoder attention, sinks or fast prefill holds what that one does.
+!!! warning
+    No handshake states `VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT`: set it on both sides or on neither. AITER's
+    shuffled fp8 caches keep scales outside of the cache, which no release transfers.
 
-Not seen by anybody: whether P shuffles its keys where D does (`VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT`).
-The handshake does not say so, and both call themselves FLASH_ATTN: set it on both sides or on
-neither. AITER's shuffled fp8 caches have scales outside of the cache, which no release transfers.
-
-Played: by tests of `tests/lab`, real connectors over real NIXL with contents of that structure,
-in like pairs, in heterogeneous ones and in a spoiled one. What `test_layer_kinds.py` plays is laid
-out by the release itself (from 0.29), of specs with the fields that its models give; the models are
-lists of such layers. All devices are host memory there.
+"Played by" names tests of `tests/lab`: real connectors over real NIXL in host memory, in like pairs, in
+heterogeneous ones and with a spoiled cache. In `test_layer_kinds.py` the release itself lays out the
+specs of its models (from 0.29 on).
 
 | a block holds | so it is | told by | played by |
 |---|---|---|---|
-"""
+"""  # noqa: E501
 
 
 def page() -> str:

@@ -13,45 +13,40 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 _HEAD = """\
 # Metrics
 
-Written by `python -m tests.contract --write` from the metrics that the code makes.
-
-They stand in `/metrics` of the API server next to vLLM's own (`vllm:nixl_...`), with vLLM's labels
-(`model_name`, `engine`) and at most one more. They need `ENABLE_KVPATCH` in the API server's
-process too; `KVPATCH_DISABLE=metrics` leaves them out.
+What does kvpatch count? Its metrics are in `/metrics` of the API server next to vLLM's own
+(`vllm:nixl_...`), with vLLM's labels (`model_name`, `engine`) and at most one more. They need
+`ENABLE_KVPATCH` in the API server's process too; `KVPATCH_DISABLE=metrics` turns them off.
+Written by `python -m tests.contract --write` from the code.
 
 """
 _TAIL = """
-## How they come there
+## How to read them
 
-Workers count, and what they have counted travels with vLLM's own statistics of the connector: in the
-output of a step to the scheduler, which adds up its workers', and with the step's answers to the API
-server. What happens while an engine rests, a refused handshake say, is shown after its next step.
-A gauge is what it was after the last step in which it changed.
+Workers count, and vLLM's own statistics of the connector carry the counts: from a step to the scheduler,
+and with the step's answers to the API server. So an engine at rest shows what happened after its next step.
+A gauge has the value of the last step in which it changed.
 
-- A **read** is one of vLLM's transfers: one from each rank of P that a worker reads from. In push
-  mode, where P writes, P counts what it has written as `stock`.
-- A read of which NIXL counts nothing is in none of the three, as in vLLM's own.
-- A **load** is a request, counted by each worker of D that was to load it: two ranks count two.
-  Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` is
-  computed by D or ends its request, by vLLM's `kv_load_failure_policy`; `stale`, and `failed` of loads that
-  digests found wrong, is computed by D, or by the policy with `KVPATCH_ON_FAILED_CHECK=fail`. A request that
-  its client has given up may count too.
-- `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the
-  last byte that it held the blocks. `gone`: P has said that it had let go of them. `expired`: P says
-  nothing, and its lease must have run out before the last byte. `unproven`: received, and nobody has
-  said anything. `received` is `held` and `unproven`; `stale` is `gone` and `expired`.
-- `way`: `stock` is read by vLLM itself, `direct` goes straight to its place, `staged` goes in part or
-  in whole through the staging pool, `host_buffer` through a pool in host memory.
-- What failed, and what to do about it, is in the log: [Log lines and what to do](log_lines.md) has the lines.
-- `cause` is the class of the error; [Refusals](refusals.md) has the sentences. A request counts once, of
-  each worker. A handshake that is tried again is refused again.
-- `rank` is the worker's in its engine.
+| word | meaning |
+| --- | --- |
+| read | one of vLLM's transfers: one for each rank of P that a worker reads from. In push mode P counts what it writes, as `stock`. A read that NIXL does not count is not counted |
+| load | a request, once for each worker of D that is to load it, with one outcome |
+| `received` | the sum of `held` and `unproven` |
+| `failed` | D computes it or ends the request, by `kv_load_failure_policy`. Digests that differ count here; D computes those, unless `KVPATCH_ON_FAILED_CHECK=fail` |
+| `stale` | the sum of `gone` and `expired`; D computes it, as above ([stale blocks](../explanation/stale_blocks.md)) |
+| `held` | P stated after the last byte that it held the blocks |
+| `gone` | P stated that it had given them away |
+| `expired` | P states nothing, and its lease must have ended before the last byte |
+| `unproven` | received, and P states nothing |
+| `way` | `stock`: read by vLLM; `direct`: straight to its place; `staged`: at least in part through the staging pool; `host_buffer`: through a pool in host memory |
+| `cause` | the class of the error ([refusals](refusals.md) has the sentences), once for each request and worker. A repeated handshake is refused again |
+| `rank` | the worker's in its engine |
+
+A request that its client aborts may count too. The [log](log_lines.md) says what failed, and what to do.
 
 ## Questions
 
-[A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). Its queries are run against
-metrics that a real Prometheus has scraped, by a test that needs `prometheus` on the path
-(`experiments/env_prometheus.sh` unpacks Debian's, and so does the gate); Grafana itself has not been tried.
+[A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). A test runs its queries on
+metrics that a real Prometheus has scraped (`experiments/env_prometheus.sh`). Grafana itself has not been tried.
 
 """  # noqa: E501
 
@@ -85,9 +80,7 @@ def _first(metric: Metric) -> str:
 def _since() -> str:
     without = [facts.release for facts in FACTS.values() if facts.stats is None]
     return (
-        f"\n## Old releases\n\n`<= {without[-1]}` have no metrics of the connector's: nothing is "
-        "wrapped there, and the [log](log_lines.md) is what there is. What schedulers know (P's "
-        "host buffer, and refusals of a request's parameters and of what never fits the host "
-        f"buffer) is shown from {_first(HOST_BLOCKS)} on, where the release asks schedulers by "
-        "themselves.\n"
+        f"\n## Old releases\n\n`<= {without[-1]}` have no metrics of the connector: read the "
+        "[log](log_lines.md). Counts of schedulers (P's host buffer, refused parameters, requests "
+        f"that never fit the host buffer) are shown from {_first(HOST_BLOCKS)} on.\n"
     )

@@ -13,13 +13,10 @@ PAGE = ROOT / "docs" / "reference" / "refusals.md"
 _HEAD = """\
 # Refusals
 
-Written by `python -m tests.contract --write` from the code that raises them; `…` is filled in at
-run time.
-
-kvpatch refuses what it cannot serve rightly, and says what to change. A refusal at the handshake
-begins with `engine … cannot be read: it has …; we have …;` and both geometries. Only a fault of
-kvpatch, or a release or a backend that it does not know, is to be reported. Search this page
-for a few words of the line in your log; [Log lines and what to do](log_lines.md) has the others.
+What does kvpatch refuse, and what should you change? Search this page for a few words of the line
+in your log; `…` stands for a value that is filled in at run time. A refusal at the handshake begins
+with `engine … cannot be read: it has …; we have …;`. [Log lines and what to do](log_lines.md) has
+the other lines. Written by `python -m tests.contract --write` from the code.
 """
 
 #: An instruction, to the end of the sentence.
@@ -51,8 +48,8 @@ MOMENTS = (
     Moment(
         "When kvpatch is turned on",
         ("SettingsError", "ReleaseNotKnown", "PatchRefused"),
-        "A variable that cannot be read ends the process ([Variables](variables.md)). A release "
-        "that cannot be patched still starts, and constructing the connector raises.",
+        "An unreadable variable ends the process ([Variables](variables.md)). An engine whose vLLM "
+        "cannot be patched starts, and constructing the connector raises.",
         "",
     ),
     Moment(
@@ -73,15 +70,15 @@ MOMENTS = (
         "When a request is read",
         ("ReadRefused", "UnlikePrompts", "PoolExhausted", "UnexpectedRead", "UnpairableBlocks",
          "NothingToRead"),
-        "That request fails by vLLM's load-failure policy; `<= 0.11.0` it waits until its client "
-        "gives up. The others go on.",
+        "The request fails by `kv_load_failure_policy`; `<= 0.11.0` it waits until its client "
+        "gives up. Other requests go on.",
         "report it with this line, and with what stands between P and D",
     ),
     Moment(
         "When a client's parameters are checked",
         ("ParamsRefused",),
-        "The API server answers with an error that names the field; behind it the scheduler "
-        "computes the prompt.",
+        "The API server answers with an error that names the field. The scheduler, for requests "
+        "that came another way, computes the prompt.",
         "",
     ),
     Moment(
@@ -97,6 +94,17 @@ MOMENTS = (
         "",
     ),
 )  # fmt: skip
+_MANY = 40
+#: The first that matches; the words are the sentences' own.
+TOPICS = {
+    "kvcached": "(?i)kvcached",
+    "Host buffers and devices": "host buffer|HOST|device|staging|storage",
+    "Recurrent states and rings": r"state\b|states\b|\bring|circular|mamba",
+    "Releases, hashes and attention backends": r"(?i)vllm|release|hash|backend|kvpatch",
+    "Ranks and heads": "rank|head|context parallel|pipeline",
+    "Blocks and layouts": "block|layout|token|tile|column|kernel",
+    "Others": "",
+}
 #: Its clauses stand in the sentence of a PatchRefused.
 _CLAUSES = ("SiteDrifted",)
 #: A line of the log has it as its reason: nothing is refused (docs/explanation/digests.md).
@@ -122,9 +130,29 @@ def page() -> str:
         rows.setdefault(moment.title, set()).add(_row(refusal, moment))
     parts = [_HEAD]
     for moment in MOMENTS:
-        table = markdown(("the log says", "what to do"), sorted(rows[moment.title]))
-        parts.append(f"\n## {moment.title}\n\n{moment.becomes}\n\n{table}")
+        found = sorted(rows[moment.title])
+        mistakes = [row for row in found if row[1] != moment.cure]
+        parts.append(f"\n## {moment.title}\n\n{moment.becomes}\n\n{_tables(mistakes)}")
+        faults = "".join(f"- {text}\n" for text, cure in found if cure == moment.cure)
+        if faults:
+            parts.append(f"\n### Faults\n\nWhat to do about each: {moment.cure}.\n\n{faults}")
     return "".join(parts)
+
+
+def _tables(rows: list[tuple[str, str]]) -> str:
+    """One table, or one for each topic where there are many rows."""
+    columns = ("the log says", "what to do")
+    if len(rows) < _MANY:
+        return markdown(columns, rows)
+    by_topic: dict[str, list[tuple[str, str]]] = {topic: [] for topic in TOPICS}
+    for row in rows:
+        by_topic[next(t for t, words in TOPICS.items() if re.search(words, row[0]))].append(row)
+    found = (
+        f"### {topic}\n\n{markdown(columns, of_topic)}"
+        for topic, of_topic in by_topic.items()
+        if of_topic
+    )
+    return "\n".join(found)
 
 
 def _row(refusal: messages.Refusal, moment: Moment) -> tuple[str, str]:

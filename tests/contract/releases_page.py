@@ -17,21 +17,18 @@ PAGE = ROOT / "docs" / "reference" / "releases.md"
 _HEAD = f"""\
 # Releases
 
-Written by `python -m tests.contract --write` from the table of releases, from the patches and
-from the lab's results.
+Which vLLM does kvpatch support? {len(RELEASES)} releases, {RELEASES[0]} to {RELEASES[-1]}, with any
+local version (`+cpu`, `+cu129`), and [other builds](other_builds.md) with the code of one of them.
+Written by `python -m tests.contract --write` from the code and from the lab's results.
 
-kvpatch supports {len(RELEASES)} releases of vLLM, {RELEASES[0]} to {RELEASES[-1]}, with any local
-version (`+cpu`, `+cu129`), and [other builds](other_builds.md) that have the code of one of them.
+| column | meaning |
+|---|---|
+| generation | releases that are tested alike; `KVPATCH_GENERATION` takes it for its newest release |
+| handshake leaves open | what D must learn otherwise ([old releases](../how-to/old_releases.md)) |
+| not needed | [patches](patches.md) that this release does without |
+| stock, kvpatch on D | identical pairs, and **silently wrong** ones, of those that the lab plays ([heterogeneous pairs](../evidence/heterogeneous.md)) |
 
-- **Generation**: releases that are tested alike; `KVPATCH_GENERATION` takes it for the newest of
-  them.
-- **Handshake leaves open**: what a peer's release does not state, so that D has to be told
-  ([old releases](../how-to/old_releases.md)).
-- **Not needed**: [patches](patches.md) that this release does without; all others are applied.
-- **Pairs**: [heterogeneous pairs](../evidence/heterogeneous.md) that are identical, and silently
-  wrong, of those that the lab plays: stock vLLM, then kvpatch on D.
-
-"""
+"""  # noqa: E501
 
 
 def page() -> str:

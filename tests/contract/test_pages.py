@@ -22,7 +22,9 @@ from .messages import Refusal
 
 pytestmark = pytest.mark.contract
 
-_LOG_LINES = tables.ROOT / "docs" / "reference" / "log_lines.md"
+_LOG_LINES = [
+    tables.ROOT / "docs" / "reference" / name for name in ("log_lines.md", "log_lines_of_vllm.md")
+]
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector"
 _CODE = re.compile(r"`([^`]+)`")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
@@ -35,7 +37,7 @@ _MOST_LINES_OF_README = 150
 def _rows_of(heading: str) -> Iterator[tuple[str, list[str]]]:
     """(a quoted line, the row's cells) below the heading that ends with this word."""
     current = ""
-    for text in _LOG_LINES.read_text().splitlines():
+    for text in "".join(page.read_text() for page in _LOG_LINES).splitlines():
         if text.startswith("## "):
             current = text.rpartition(" ")[2]
         elif text.startswith("| `") and current == heading:

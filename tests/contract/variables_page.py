@@ -20,27 +20,24 @@ PAGE = ROOT / "docs" / "reference" / "variables.md"
 _HEAD = """\
 # Variables
 
-Written by `python -m tests.contract --write`: names, values and defaults are those of the code that
-reads them.
-
-All processes of one engine need the same of these, for all of the engine's life
-([Ray and several nodes](../how-to/several_nodes.md)). A value that cannot be read is an error when
-the process starts; a variable that begins with `KVPATCH_` and is none of these is named in a
-warning.
+Which variables does kvpatch read? Give all processes of one engine the same values
+([Ray and several nodes](../how-to/several_nodes.md)). An unreadable value is an error when the
+process starts. A warning names an unknown variable that begins with `KVPATCH_`. Written by
+`python -m tests.contract --write` from the code.
 
 """
 _TAIL = """
-## Of others
+## Variables of other projects
 
 | variable | what kvpatch does with it |
 |---|---|
-| `VLLM_PLUGINS` | where it is set, it must name `kvpatch`: vLLM loads no other plugins |
-| `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compares them with what kvcached's tensors are, and refuses contradictions ([kvcached](../how-to/kvcached.md)) |
-| `UCX_TLS`, `UCX_NET_DEVICES` | concludes whether a network card could register kvcached's memory ([kvcached's memory](../explanation/kvcached.md#network-cards)) |
+| `VLLM_PLUGINS` | must name `kvpatch` where it is set: vLLM loads no other plugins |
+| `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compares them with kvcached's tensors, and refuses contradictions ([kvcached](../how-to/kvcached.md)) |
+| `UCX_TLS`, `UCX_NET_DEVICES` | tells by them whether a network card could register kvcached's memory ([kvcached's memory](../explanation/kvcached.md#network-cards)) |
 | `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<= 0.21`: how long P keeps blocks; a load that ends later counts as failed ([the lease](../explanation/stale_blocks.md#a-p-without-kvpatch-the-lease-by-the-clock)); set it alike on P and D |
-| `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | nothing: they are vLLM's own, and say where P answers handshakes |
+| `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | nothing: they are vLLM's, and say where P answers handshakes |
 
-The experiments and tests read others, which their scripts describe: `KVPATCH_PYTHON`,
+Experiments and tests read others, which their scripts describe: `KVPATCH_PYTHON`,
 `KVPATCH_TORCH_INDEX`, `KVPATCH_TEST_RELEASES`, `KVPATCH_TEST_SHARE`, `KVPATCH_TEST_CACHE`,
 `KVPATCH_TEST_FULL`.
 """  # noqa: E501
@@ -48,50 +45,46 @@ The experiments and tests read others, which their scripts describe: `KVPATCH_PY
 #: What each is for. Values and defaults are not here: the code is asked for them.
 MEANINGS = {
     "ENABLE_KVPATCH": "turns kvpatch on; unset and empty do not",
-    "KVPATCH_ACCEPT": "in what a P may differ that the release compares by a hash (from 0.13), "
-    "by name, separated by commas; what is accepted is then checked ([rolling "
+    "KVPATCH_ACCEPT": "what P may differ in although vLLM compares it by a hash (from 0.13 on), by "
+    "name, separated by commas; D then checks the rest ([rolling "
     "upgrades](../how-to/rolling_upgrades.md)). Model, data types and quantisation never are",
-    "KVPATCH_ALLOWED_PEERS": "where clients can make D connect: networks, addresses and host "
-    "names, each with a port or ports or with any, separated by commas; unset: anywhere, as in "
-    "stock vLLM ([what is trusted](../explanation/security.md))",
-    "KVPATCH_DIGEST": "how much of each load D compares with what P had computed, with kvpatch on "
-    "both sides: nothing, a sample of its tokens, or all of them; both sides must have it on "
+    "KVPATCH_ALLOWED_PEERS": "peers that clients can make D connect to: networks, addresses and "
+    "host names, with or without ports, separated by commas; unset: any, as in stock vLLM "
+    "([what is trusted](../explanation/security.md))",
+    "KVPATCH_DIGEST": "how much of each load D compares with what P computed: nothing, a sample of "
+    "its tokens, or all of them; set it on both sides "
     "([digests](../explanation/digests.md))",
     "KVPATCH_DISABLE": "[patches](patches.md) to leave out, by name, separated by commas",
-    "KVPATCH_REQUIRE_TOKENS": "`true` has D load no prompt of whose tokens P states no hashes "
-    "(a P without kvpatch, a proxy that drops `kvpatch_prompt`): it computes such prompts "
+    "KVPATCH_REQUIRE_TOKENS": "`true`: D computes each prompt for which P states no hashes of its "
+    "tokens (P has no kvpatch, or a proxy drops `kvpatch_prompt`) "
     "([same prompt](../explanation/same_prompt.md))",
-    "KVPATCH_ON_FAILED_CHECK": "what becomes of a load that a check of kvpatch's fails (P let go "
-    "of its blocks, [digests](../explanation/digests.md) differ): D computes the prompt, or the "
-    "load fails by vLLM's `kv_load_failure_policy`, as one whose transfer failed",
-    "KVPATCH_SIDE_CHANNEL_KEY": "file with the key of all engines, as `kvpatch key FILE` writes "
-    "it: [handshakes](../explanation/security.md#the-side-channel-under-a-key) speak ZMQ's CURVE, "
-    "and strangers get no answer",
-    "KVPATCH_SIDE_CHANNEL_PLAIN": "`true`: engines without the key are talked to as well, while it "
-    "is rolled out",
+    "KVPATCH_ON_FAILED_CHECK": "what D does with a load that fails a check of kvpatch (P gave its "
+    "blocks away, [digests](../explanation/digests.md) differ): computes the prompt, or fails the "
+    "load by vLLM's `kv_load_failure_policy`",
+    "KVPATCH_SIDE_CHANNEL_KEY": "file with the key of all engines, written by `kvpatch key FILE`: "
+    "[handshakes](../explanation/security.md#the-side-channel-under-a-key) use ZeroMQ's CURVE, and "
+    "a client without the key gets no answer",
+    "KVPATCH_SIDE_CHANNEL_PLAIN": "`true`: also talks to engines without the key, for a roll-out",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
-    "direct-and-staged); it is made when the first read needs it (half as large, or a quarter, "
-    "where the device has no memory left), and a second one of this size "
-    "where transfers that failed hold too much of it",
-    "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps alone, without a thread of "
-    "their own; slower, for where a thread beside the engine is not wanted",
+    "direct-and-staged); made when the first read needs it (half or a quarter of it where the "
+    "device has no memory left), and once more where failed transfers hold too much of it",
+    "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps, without an own thread; slower",
     "KVPATCH_TRANSFER": "`direct` or `staged` forces one way of reading heterogeneous caches",
-    "KVPATCH_PEER_BLOCK_SIZE": "tokens of the blocks of every P (its `--block-size`), where "
-    "handshakes do not say (`<= 0.20`) and P has no kvpatch; D refuses a P that says otherwise "
+    "KVPATCH_PEER_BLOCK_SIZE": "`--block-size` of every P, where handshakes do not state it "
+    "(`<= 0.20`) and P has no kvpatch; D refuses a P that states another "
     "([old releases](../how-to/old_releases.md))",
-    "KVPATCH_PEER_KEYS": "how every P with the CPU backend has its keys where it computes in "
-    "bfloat16, which handshakes do not say: `tiles` on a processor with AMX, `columns` on another "
-    "x86 processor; not needed where P runs kvpatch, and a wrong one gives wrong tokens "
+    "KVPATCH_PEER_KEYS": "how every P with the CPU backend keeps bfloat16: `tiles` on a processor "
+    "with AMX, `columns` on another x86 processor; not needed where P has kvpatch. A wrong value "
+    "gives wrong tokens "
     "([which backends fit](../how-to/rolling_upgrades.md#which-backends-fit))",
-    "KVPATCH_PEER_LAYOUT": "the layout of every P, likewise (0.10.0)",
+    "KVPATCH_PEER_LAYOUT": "layout of every P (0.10.0)",
     "KVPATCH_HOST_BUFFER": "`auto` sends KV through a [buffer in host "
     "memory](../how-to/host_buffer.md) where NIXL cannot register the device's and vLLM has no "
     "host buffer of its own for it, `always` everywhere, `never` nowhere",
-    "KVPATCH_HOST_BUFFER_BYTES": "size of each worker's host buffer, and no more than the device's "
-    "cache",
-    "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "
-    "could register, `trust` registers it ([kvcached](../how-to/kvcached.md))",
-    "KVPATCH_GENERATION": "the release or generation to take this vLLM for, whatever its code is "
+    "KVPATCH_HOST_BUFFER_BYTES": "size of each worker's host buffer, at most the device's cache",
+    "KVPATCH_KVCACHED_CARDS": "`refuse`: refuses kvcached's memory where a network card could "
+    "register it; `trust`: registers it ([kvcached](../how-to/kvcached.md))",
+    "KVPATCH_GENERATION": "release or generation to take this vLLM for, whatever its code is "
     "([other builds](other_builds.md))",
     "KVPATCH_LOG_LEVEL": "for kvpatch's own loggers; unset leaves them as they are",
 }

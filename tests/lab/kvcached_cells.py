@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,22 @@ def play(release: str) -> dict[str, list[str]]:
 
 
 def table(known: Cells) -> str:
-    """The rows of all releases."""
+    """The rows of all releases; neighbours with equal rows share one."""
     lines = []
     for layout in LAYOUTS:
         heads = [f"{family} {side}" for family in FAMILIES for side in SIDES]
         lines += [f"\n**{layout}** (kvcached's own patch → kvpatch)\n"]
         lines += ["| release | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        for release, found in known.items():
-            row = []
-            for family in FAMILIES:
-                for side in SIDES:
-                    own, ours = found[f"{family} {layout} {side}"]
-                    row.append(f"{own} → {ours}")
-            lines.append(f"| {release} | " + " | ".join(row) + " |")
+        rows = {release: _row(found, layout) for release, found in known.items()}
+        for row, alike in groupby(rows, rows.__getitem__):
+            first, *rest = alike
+            lines.append(f"| {first}{f' to {rest[-1]}' if rest else ''} | {row} |")
     return "\n".join(lines) + "\n\n"
+
+
+def _row(found: dict[str, list[str]], layout: str) -> str:
+    outcomes = (found[f"{family} {layout} {side}"] for family in FAMILIES for side in SIDES)
+    return " | ".join(" → ".join(outcome) for outcome in outcomes)
 
 
 def read_cells() -> Cells:

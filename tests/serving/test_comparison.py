@@ -11,8 +11,8 @@ import pytest
 
 from experiments.engines.report import prefix_hit_blocks, prefix_pairs
 from kvpatch.tools.verify.compare import (
-    Comparison,
     Observation,
+    SetupComparison,
     Snapshot,
     compare,
     first_difference,
@@ -35,7 +35,7 @@ _BAD = Observation(
 )
 
 
-def _compare(observed: Observation, control: Observation = _BAD) -> Comparison:
+def _compare(observed: Observation, control: Observation = _BAD) -> SetupComparison:
     reference = {_CASE.name: replace(_GOOD, decode=None), _CONTROL.name: _GOOD}
     return compare(
         (_CASE, _CONTROL),

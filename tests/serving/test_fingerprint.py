@@ -61,7 +61,7 @@ def _fingerprints(
         for token in range(_TOKENS):
             block, offset = own_ids[token // block_tokens], token % block_tokens
             view[block, :, offset] = content[plane.content][token, heads]
-    layer = caches.LayerCache(_LAYER, 0, list_tokens, None, tensor, planes)
+    layer = caches.ProbedLayer(_LAYER, 0, list_tokens, None, tensor, planes)
     digests: dict[str, str] = {}
     for plane in planes:
         rows = caches.read_rows(layer, plane, block_ids, first_token, _TOKENS)
@@ -206,7 +206,7 @@ def test_too_few_blocks_are_refused() -> None:
     sizes = CacheSizes(1, 2, _HEADS, 4, _CHANNELS, _ITEM_BYTES)
     tensor = torch.zeros(sizes.total_bytes(), dtype=torch.uint8)
     planes = LAYOUTS["HND"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER])
-    layer = caches.LayerCache(_LAYER, 0, 4, None, tensor, planes)
+    layer = caches.ProbedLayer(_LAYER, 0, 4, None, tensor, planes)
     with pytest.raises(caches.UnreadableGeometry, match="expected blocks for 5 tokens, found 1"):
         caches.read_rows(layer, planes[0], [1], 0, 5)
 

@@ -25,7 +25,7 @@ from experiments.engines.report import (
 )
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.tools.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.tools.verify.compare import CaseVerdict, Observation, Snapshot, compare
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.setups import Options
@@ -69,7 +69,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
     result = _result(_GOOD)
     assert result.passed
     assert _drawn(result) == [
-        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2", "40/-/40")
+        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2")
     ]
     assert prefix_hits(result.comparison) == [2]
     result = replace(result, reasons={"stock": "AssertionError: local block size"})
@@ -135,7 +135,7 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
 
 
 def test_wrong_tokens_and_failures_are_told_apart() -> None:
-    verdicts = [Verdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
+    verdicts = [CaseVerdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
     assert tokens_cell(verdicts) == "failed 2/4, wrong 1/4"
 
 

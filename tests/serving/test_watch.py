@@ -11,18 +11,18 @@ from kvpatch.geometry.tensor_facts import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvpatch.tools.verify.caches import LayerCache  # noqa: E402
+from kvpatch.tools.verify.caches import ProbedLayer  # noqa: E402
 from kvpatch.tools.verify.probe import LOADED, PREFILLED, CacheProbe, Watch  # noqa: E402
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
 pytestmark = pytest.mark.serving
 
 
-def _layer(window_tokens: int | None = None) -> LayerCache:
+def _layer(window_tokens: int | None = None) -> ProbedLayer:
     sizes = CacheSizes(1, 16, 2, 4, 8, 2)
     tensor = torch.arange(sizes.total_bytes(), dtype=torch.int64).to(torch.uint8)
     planes = LAYOUTS["CPU_packed"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), ["layer"])
-    return LayerCache("layer", 0, 4, window_tokens, tensor, planes)
+    return ProbedLayer("layer", 0, 4, window_tokens, tensor, planes)
 
 
 def _step(new: list[Any] = (), cached: dict[str, Any] | None = None, **scheduled: int) -> Any:

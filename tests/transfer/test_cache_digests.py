@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.bench_operations import Operations
 from kvpatch.checks.digests import cache_digests
 from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
@@ -24,6 +23,7 @@ from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
 from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
+from .operations import Operations
 
 
 def expected_of(request: Request, ranges: tuple[tuple[int, int], ...]) -> Digests:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import wrapt
 
-from experiments.made_reader import preparing
 from kvpatch.load.chosen_ways import Progress
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.agent_gate import ProgressAgent
@@ -22,6 +21,7 @@ from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
 from tests.geometry.whole_caches import named_layout
 
+from .made_reader import preparing
 from .staged_world import (
     DRAM,
     LOCAL_SIZES,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import bench_operations
+from . import operations
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000])
 def test_layers_are_placed_together(tokens: int) -> None:
     """Another layout, 80 layers: four operations a chunk, where each layer alone takes many."""
     pair = ("LBNHC", 16, "LBHNC", 16)
-    assert pair in bench_operations.PAIRS
+    assert pair in operations.PAIRS
 
-    found = bench_operations.count(pair, 80, tokens)
+    found = operations.count(pair, 80, tokens)
 
-    assert found.operations <= bench_operations.MOST * found.chunks
-    assert found.operations_alone > 2 * bench_operations.MOST * found.chunks
+    assert found.operations <= operations.MOST * found.chunks
+    assert found.operations_alone > 2 * operations.MOST * found.chunks

@@ -17,11 +17,15 @@ from kvpatch.tools.planning.verdicts import verdicts
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {Outcome.IDENTICAL: "green", Outcome.WRONG: "bold red", Outcome.UNKNOWN: "yellow"}
+_STYLES = {
+    Outcome.IDENTICAL: "green",
+    Outcome.WRONG: "bold red",
+    Outcome.UNKNOWN: "yellow",
+}
 
 
 @dataclass(frozen=True)
-class Plan:
+class PairPlan:
     """A pair, the verdicts on stock engines and with kvpatch on D, and what else is found."""
 
     pair: Pair
@@ -78,18 +82,18 @@ class Plan:
 
 def plan_pair(
     prefill: EngineArguments, decode: EngineArguments, config: Path | None = None
-) -> Plan:
+) -> PairPlan:
     """Plans two engines; raises what :func:`engine_of` and :func:`verdicts` do."""
     pair = Pair(engine_of("P", prefill, config), engine_of("D", decode, config))
     stock, kvpatch = verdicts(pair)
-    plan = Plan(pair, stock, kvpatch, tuple(findings(pair)))
+    plan = PairPlan(pair, stock, kvpatch, tuple(findings(pair)))
     if plan.configured.outcome is Outcome.UNKNOWN:
         cure = f"{stock.cure}, or set {settings.ENABLE}=true on D"
         raise BadOptions(f"not planned for: {stock.reason}", cure)
     return plan
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: PairPlan, console: Console) -> None:
     """Prints the verdicts, what to change, and what was assumed."""
     from rich.table import Table
 

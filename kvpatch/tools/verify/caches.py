@@ -37,7 +37,7 @@ _ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA", "FLEX_ATTENTION")
 
 
 @dataclass(frozen=True)
-class LayerCache:
+class ProbedLayer:
     """One layer's cache.
 
     Attributes:
@@ -135,7 +135,7 @@ def read_state(layer: StateCache, block: int) -> npt.NDArray[np.uint8]:
     return result
 
 
-def layer_caches(worker: Any) -> tuple[LayerCache, ...]:
+def layer_caches(worker: Any) -> tuple[ProbedLayer, ...]:
     """Every attention layer with a cache of its own, in the order of the cache groups.
 
     Raises:
@@ -150,7 +150,7 @@ def layer_caches(worker: Any) -> tuple[LayerCache, ...]:
     return found
 
 
-def _layers(worker: Any, runner: Any) -> Iterator[LayerCache]:
+def _layers(worker: Any, runner: Any) -> Iterator[ProbedLayer]:
     modules = worker.vllm_config.compilation_config.static_forward_context
     backends = _backends(runner)
     first_head = _first_head(worker)
@@ -166,7 +166,7 @@ def _layers(worker: Any, runner: Any) -> Iterator[LayerCache]:
             key_order=_key_order(name, module, tensor, backends.get(name)),
             first_head=first_head,
         )
-        yield LayerCache(
+        yield ProbedLayer(
             name=name,
             group=group,
             block_tokens=spec.block_size,
@@ -189,7 +189,7 @@ def _is_state(spec: Any) -> bool:
 
 
 def read_rows(
-    layer: LayerCache, plane: Plane, block_ids: Sequence[int], first_token: int, end_token: int
+    layer: ProbedLayer, plane: Plane, block_ids: Sequence[int], first_token: int, end_token: int
 ) -> npt.NDArray[np.uint8]:
     """Tokens ``first_token`` to ``end_token`` of a request: bytes [token, head, channel bytes].
 
@@ -245,7 +245,7 @@ def _backends(runner: Any) -> dict[str, Any]:
 
 
 def _dimension_order(name: str, tensor: torch.Tensor, backend: Any, spec: Any) -> DimensionOrder:
-    """What each dimension of the tensor means, as the backend that shaped it says.
+    """Returns the meaning of each dimension, by the backend that shaped the tensor.
 
     From 0.29 on no backend shapes its cache: every tensor is [block, head, token, packed] and only
     its strides differ. Latents (MLA) are seen without the head that they do not have.

@@ -133,7 +133,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one set-up made of one prompt; ``error`` stands instead of an answer."""
+    """The answer of one set-up to one prompt, or the ``error`` in its place."""
 
     completion: Completion | None
     prefill: Snapshot | None = None
@@ -142,7 +142,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseVerdict:
     """One prompt under one set-up, against the reference. Each problem is a sentence.
 
     Attributes:
@@ -157,18 +157,18 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """True if nothing that the transfer answers for differs."""
+        """True if nothing differs that the transfer is responsible for."""
         return not (self.tokens or self.transfer or self.prefill)
 
 
-def judge(case: Case, observed: Observation, reference: Observation, alone: bool) -> Verdict:
+def judge(case: Case, observed: Observation, reference: Observation, alone: bool) -> CaseVerdict:
     """Compare one observation with the reference.
 
     ``alone`` says that the prompt was computed in a step of its own in both. Prompts that are
     batched together are batched by chance, and a matrix product may round differently with the
     number of its rows, so that then only tokens and the transfer itself can be held to be equal.
     """
-    return Verdict(
+    return CaseVerdict(
         tokens=_compare_tokens(observed, reference),
         transfer=_compare_transfer(case, observed),
         prefill=_compare_prefill(observed, reference) if alone else "",
@@ -223,7 +223,7 @@ def _differing(left: LayerFingerprints, right: LayerFingerprints) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SetupComparison:
     """A whole run, judged.
 
     Attributes:
@@ -235,8 +235,8 @@ class Comparison:
 
     cases: tuple[Case, ...]
     observations: Mapping[str, Mapping[str, Observation]]
-    verdicts: Mapping[str, Mapping[str, Verdict]]
-    control: Mapping[str, Mapping[str, Verdict]]
+    verdicts: Mapping[str, Mapping[str, CaseVerdict]]
+    control: Mapping[str, Mapping[str, CaseVerdict]]
 
     @property
     def reference(self) -> str:
@@ -268,7 +268,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """True if something was compared, all of it is identical, and the control was noticed."""
+        """True if something was compared, all is identical, and the control was noticed."""
         compared = any(self.verdicts.values())
         return compared and not self.differences and not self.control_failures
 
@@ -278,7 +278,7 @@ def compare(
     observations: Mapping[str, Mapping[str, Observation]],
     *,
     same_prefill: bool = True,
-) -> Comparison:
+) -> SetupComparison:
     """Judge every set-up but the first, which is the reference.
 
     ``same_prefill`` says that prefill engines compute as the reference does, to the last bit; with
@@ -287,7 +287,7 @@ def compare(
     reference, *others = observations
     together = {case.step for case in cases if sum(other.step == case.step for other in cases) > 1}
 
-    def verdicts(control: bool) -> dict[str, dict[str, Verdict]]:
+    def verdicts(control: bool) -> dict[str, dict[str, CaseVerdict]]:
         return {
             setup: {
                 case.name: judge(
@@ -302,4 +302,4 @@ def compare(
             for setup in others
         }
 
-    return Comparison(tuple(cases), observations, verdicts(False), verdicts(True))
+    return SetupComparison(tuple(cases), observations, verdicts(False), verdicts(True))

@@ -1,4 +1,4 @@
-"""What a proxy does between a prefill and a decode engine, for one prompt."""
+"""Does a proxy's work between a prefill and a decode engine, for one prompt."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Request:
     cache_salt: str = ""
 
     def body(self, max_tokens: int) -> dict[str, Any]:
+        """Returns the body of the request."""
         salted = {"cache_salt": self.cache_salt} if self.cache_salt else {}
         return {
             **salted,

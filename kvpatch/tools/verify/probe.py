@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpatch.tools.verify.caches import (
-    LayerCache,
+    ProbedLayer,
     StateCache,
     layer_caches,
     read_rows,
@@ -30,7 +30,7 @@ LOADED = "loaded"
 
 
 @dataclass
-class _Request:
+class _SeenRequest:
     """A request whose prompt is not yet complete."""
 
     prompt_tokens: int
@@ -39,22 +39,22 @@ class _Request:
 
 @dataclass
 class Watch:
-    """What one worker notes of each request while it passes through ``execute_model``.
+    """The notes of one worker on each request that passes through ``execute_model``.
 
     Lives on the worker it watches, so that two engines in one process share nothing.
     """
 
     moment: str
-    layers: tuple[LayerCache, ...]
+    layers: tuple[ProbedLayer, ...]
     states: tuple[StateCache, ...] = ()
     corrupt: bool = False
     records: list[dict[str, Any]] = field(default_factory=list)
-    _pending: dict[str, _Request] = field(default_factory=dict)
+    _pending: dict[str, _SeenRequest] = field(default_factory=dict)
 
     def before(self, step: Any) -> None:
         """Note the requests that the step begins with."""
         for new in step.scheduled_new_reqs:
-            request = _Request(len(new.prompt_token_ids), [list(ids) for ids in new.block_ids])
+            request = _SeenRequest(len(new.prompt_token_ids), [list(ids) for ids in new.block_ids])
             if self.moment == PREFILLED:
                 self._pending[new.req_id] = request
                 continue
@@ -80,7 +80,7 @@ class Watch:
                 del self._pending[req_id]
                 self._record(req_id, request, tokens)
 
-    def _record(self, req_id: str, request: _Request, computed_tokens: int) -> None:
+    def _record(self, req_id: str, request: _SeenRequest, computed_tokens: int) -> None:
         if self.states and self.moment == LOADED:
             # P stops before the last token, which D computes from the state behind all others.
             request = replace(request, prompt_tokens=computed_tokens)
@@ -95,7 +95,7 @@ class Watch:
             }
         )
 
-    def _digests(self, layer: LayerCache, request: _Request) -> dict[str, str]:
+    def _digests(self, layer: ProbedLayer, request: _SeenRequest) -> dict[str, str]:
         end = request.prompt_tokens
         # The token that comes next attends to itself and to one token less than the window.
         first = 0 if layer.window_tokens is None else max(0, end - layer.window_tokens + 1)
@@ -105,7 +105,7 @@ class Watch:
             digests.update(digest_heads(plane.content.value, plane.first_head, rows))
         return digests
 
-    def _corrupt(self, request: _Request) -> None:
+    def _corrupt(self, request: _SeenRequest) -> None:
         """Spoil one block of every layer: the last whole one, or the only one.
 
         Every byte of the block is zeroed; a cache that did not matter would go unnoticed.
@@ -122,7 +122,7 @@ class Watch:
                 tensor[_state_block(state, request)].zero_()
 
 
-def _state_digest(state: StateCache, request: _Request) -> dict[str, str]:
+def _state_digest(state: StateCache, request: _SeenRequest) -> dict[str, str]:
     found, digests = read_state(state, _state_block(state, request)), {}
     for piece in state.pieces:
         rows = found[None, None, piece.start : piece.end]
@@ -130,7 +130,7 @@ def _state_digest(state: StateCache, request: _Request) -> dict[str, str]:
     return digests
 
 
-def _state_block(state: StateCache, request: _Request) -> int:
+def _state_block(state: StateCache, request: _SeenRequest) -> int:
     return [block for block in request.block_ids[state.group] if block != NULL_BLOCK][-1]
 
 
@@ -152,7 +152,7 @@ class CacheProbe:
         return {"layers": len(watch.layers) + len(watch.states)}
 
     def kvpatch_corrupt(self, on: str) -> dict[str, Any]:
-        """With ``"true"``, spoil a block of each request that follows, before its first step."""
+        """Spoils a block of each later request before its first step, if ``"true"``."""
         watch = _watch_of(self)
         if watch is None:
             raise RuntimeError("kvpatch_corrupt needs kvpatch_watch first")
@@ -168,7 +168,7 @@ class CacheProbe:
         return records
 
     def kvpatch_process_status(self) -> dict[str, Any]:
-        """What kvpatch has done in this worker's process."""
+        """Returns the status of kvpatch in this worker's process."""
         import kvpatch
 
         return kvpatch.status().as_dict()

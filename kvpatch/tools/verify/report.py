@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.tools.verify.compare import Comparison, Verdict
+from kvpatch.tools.verify.compare import CaseVerdict, SetupComparison
 from kvpatch.tools.verify.prompts import Case
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SAME = "identical"
 
 
-def json_lines(comparison: Comparison) -> list[dict[str, Any]]:
+def json_lines(comparison: SetupComparison) -> list[dict[str, Any]]:
     """One record per case: what each set-up answered, its fingerprints, and the verdict."""
     return [
         {
@@ -44,13 +44,13 @@ def write_json_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def _verdict_record(comparison: Comparison, setup: str, case: Case) -> dict[str, Any] | None:
+def _verdict_record(comparison: SetupComparison, setup: str, case: Case) -> dict[str, Any] | None:
     verdicts = comparison.control if case.control else comparison.verdicts
     verdict = verdicts.get(setup, {}).get(case.name)
     return None if verdict is None else {**asdict(verdict), "identical": verdict.identical}
 
 
-def table(comparison: Comparison, control: bool = False) -> Table:
+def table(comparison: SetupComparison, control: bool = False) -> Table:
     """A row per prompt; per set-up its tokens, and its cache from prefill to decode."""
     from rich.table import Table
 
@@ -81,7 +81,7 @@ def table(comparison: Comparison, control: bool = False) -> Table:
     return drawn
 
 
-def _cells(verdict: Verdict, expected_same: bool) -> list[str]:
+def _cells(verdict: CaseVerdict, expected_same: bool) -> list[str]:
     cache = "; ".join(
         f"{what}: {problem}"
         for what, problem in (("prefill", verdict.prefill), ("transfer", verdict.transfer))
@@ -97,8 +97,8 @@ def _coloured(problem: str, expected_same: bool) -> str:
     return f"[{colour}]{escape(problem or _SAME)}[/{colour}]"
 
 
-def errors(comparison: Comparison) -> list[str]:
-    """What failed requests were answered with, each answer once, with its first set-up and case."""
+def errors(comparison: SetupComparison) -> list[str]:
+    """Returns each answer of failed requests once, with its first set-up and case."""
     found: dict[str, str] = {}
     for setup, by_case in comparison.observations.items():
         for case, observation in by_case.items():
@@ -107,7 +107,8 @@ def errors(comparison: Comparison) -> list[str]:
     return [f"{where}: {text.partition(': ')[2]}" for text, where in found.items()]
 
 
-def summary(comparison: Comparison) -> list[str]:
+def summary(comparison: SetupComparison) -> list[str]:
+    """Returns the conclusions, a line each."""
     compared = sum(len(by_case) for by_case in comparison.verdicts.values())
     lines: list[str] = []
     if not compared:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpatch.core.errors import EngineFailed, Interrupted, RequestFailed
-from kvpatch.tools.verify.compare import Comparison, Observation, Snapshot, compare, join_ranks
+from kvpatch.tools.verify.compare import Observation, SetupComparison, Snapshot, compare, join_ranks
 from kvpatch.tools.verify.engine import Engine, EngineSpec, require_environment, stop_all
 from kvpatch.tools.verify.handoff import complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama, words
@@ -265,7 +265,7 @@ def until_signal(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(guarded())
 
 
-async def verify(options: Options, console: Console) -> Comparison:
+async def verify(options: Options, console: Console) -> SetupComparison:
     """Run every set-up that ``options`` ask for, and compare.
 
     Raises:

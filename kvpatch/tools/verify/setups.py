@@ -22,7 +22,7 @@ SIDES: tuple[Side, ...] = ("both", "prefill", "decode")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may aim a run at. ``*_arguments`` are of vLLM's API server.
+    """The options of a run. ``*_arguments`` are of vLLM's API server.
 
     Attributes:
         model: a folder or a hub name; None for the tiny random model.

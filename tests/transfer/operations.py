@@ -1,34 +1,21 @@
-"""How many operations a device is asked for, to place what a request has read.
+"""Counts the operations that a device is asked for, to place what a request has read.
 
-    python experiments/bench_operations.py [--blocks 1000] [--layers 80] [--json FILE] [--check]
-
-What an operation costs a device's thread is its launch, about 10 us, whatever it copies. Plans
-are a worker's own, and what places their chunks is what does so on a GPU; its tensors are torch's
-"meta" tensors, which have shapes and no bytes, so that a request of production size is counted on
-any machine. Views are no operations. "alone" is each layer placed by itself, as it is where
-allocations are not one range of memory. Layers lie evenly apart, as an allocator that is asked for
-equal sizes in a row has them. With --check the exit status is 1 above 4 operations a chunk.
+An operation costs a device's thread its launch, about 10 us, whatever it copies. The plans are a
+worker's own, and so is the code that places their chunks. The tensors are torch's "meta" tensors:
+they have shapes and no bytes, so a request of production size is counted on any machine. Views are
+no operations. "Alone" places each layer by itself, as where allocations are not one range of
+memory. Layers lie evenly apart, as an allocator places equal sizes that it is asked for in a row.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.overlap import overlaps_of
@@ -131,40 +118,3 @@ def count(pair: tuple[str, int, str, int], layers: int, tokens: int) -> Counted:
     )
     name = f"{pair[0]} {pair[1]} -> {pair[2]} {pair[3]}"
     return Counted(name, tokens, len(chunks), together, alone)
-
-
-def main() -> int:
-    """Counts, prints, and says whether the goal is met."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=1000, help="of 16 tokens, the long prompts")
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help=f"exit 1 above {MOST} a chunk")
-    options = parser.parse_args()
-    lengths = (100, 1000, options.blocks * 16 - 1)
-    todo = [(pair, tokens) for pair in PAIRS for tokens in lengths]
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    rows = [
-        count(pair, options.layers, tokens)
-        for pair, tokens in track(todo, "counting", console=console, transient=True)
-    ]
-    table = Table(title=f"{options.layers} layers, {_HEADS} heads of {_CHANNELS} channels")
-    for name in ("P -> D", "tokens", "chunks", "operations", "a chunk", "alone", "a chunk"):
-        table.add_column(name, justify="left" if name == "P -> D" else "right")
-    for row in rows:
-        table.add_row(
-            row.pair, f"{row.tokens:,}", f"{row.chunks:,}",
-            f"{row.operations:,}", f"{row.operations_a_chunk:.1f}",
-            f"{row.operations_alone:,}", f"{row.operations_alone / row.chunks:.1f}",
-        )  # fmt: skip
-    console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    over = [row for row in rows if math.ceil(row.operations_a_chunk) > MOST]
-    for row in over:
-        console.print(f"{row.pair}, {row.tokens:,} tokens: more than {MOST} operations a chunk")
-    return int(bool(over) and options.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,20 @@
-"""What a benchmark is to reach, beside what it found; and the options that all of them have."""
+"""The harness of all benchmarks and drills: arguments, folders, tables, goals and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from kvpatch.core.errors import BadOptions
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(width: int) -> Console:
-    """As wide as the terminal; in a file as wide as a table needs it."""
+    """Makes a console as wide as the terminal, or as a table needs it in a file."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 
@@ -62,3 +65,40 @@ def conclude(
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
     if options.check and not are_met(goals, console):
         sys.exit(1)
+
+
+def table_of(title: str, columns: Sequence[str], texts: int = 2) -> Table:
+    """Makes a table whose first ``texts`` columns are text, and the others numbers."""
+    table = Table(title=title)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < texts else "right")
+    return table
+
+
+def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
+    """Returns the names of a list by commas, in the order of ``names``; all for None.
+
+    Raises:
+        BadOptions: there is none of a name.
+    """
+    asked = list(names) if text is None else [name.strip() for name in text.split(",")]
+    if not set(asked) <= set(names):
+        raise BadOptions(
+            f"{option}: expected some of {', '.join(names)}, found {text!r}", "name some of these"
+        )
+    return [name for name in names if name in asked]
+
+
+def work_folder(asked: Path | None, name: str, console: Console) -> Path:
+    """The folder for logs and models, made and told; one of a run's own for None."""
+    folder = (asked or Path(tempfile.mkdtemp(prefix=f"kvpatch-{name}-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    console.print(f"logs: {folder}", highlight=False)
+    return folder
+
+
+def show_said(where: str, said: Mapping[str, int], console: Console) -> None:
+    """A line for each thing that failures said, and how often."""
+    for text, times in sorted(said.items()):
+        line = f"{where}: {times} x {text}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
