@@ -23,6 +23,7 @@ from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
+from kvpatch.legacy import aborted_reads
 from kvpatch.load import read_request
 from kvpatch.load.reader_attachment import can_read, leases_of
 from kvpatch.load.registration import registration_step
@@ -110,16 +111,12 @@ def _held_tokens(scheduler: Any, request: Any, wanted: int) -> int:
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    """Returns what is wrapped in a release beside what all need."""
-    found: dict[Site, Wrapper | Step] = {}
+    """Returns what is wrapped in a release ``<= 0.15`` beside what all need."""
+    found: dict[Site, Wrapper | Step] = {**aborted_reads.sites(facts)}
     if facts.meets_one_rank:
         from kvpatch.legacy import multi_rank
 
         found |= multi_rank.sites(facts)
-    if not facts.keeps_aborted_blocks:
-        from kvpatch.legacy import aborted_reads
-
-        found |= aborted_reads.sites(facts)
     if not facts.listens_in_scheduler:
         found |= registration_step(facts, words_in_answers)
         found[seams.get_num_new_matched_tokens(facts)] = _loaded_in_time
