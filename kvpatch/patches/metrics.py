@@ -7,7 +7,8 @@ Where:
     Workers count; the scheduler and the API server hand on and show.
 How:
     Counts travel in the release's own statistics, as one more list beside its own, and become
-    metrics where its NIXL metrics are made (`docs/reference/metrics.md` lists them). A process
+    metrics where its NIXL metrics are made (`docs/reference/metrics.md` lists them). From 0.29 on a
+    worker that has registered describes itself once, for `kvpatch plan`. A process
     without kvpatch passes them on, or shows nothing of them; what vLLM logs of its own statistics
     is what it was. A step adds some comparisons to it, about 3 microseconds over worker and
     scheduler, and takes no lock.

@@ -18,7 +18,7 @@ DESCRIPTION = catalogue.DESCRIPTION.shown_name
 #: The cure where it is not there.
 NO_DESCRIPTION = (
     "give it ENABLE_KVPATCH=true, vLLM >= 0.29, caches that plan knows and a request to answer, or "
-    "use kvpatch describe -- vllm serve ..."
+    "use kvpatch describe -- vllm serve MODEL"
 )
 
 
@@ -83,7 +83,7 @@ def published_by(url: str) -> Mapping[str, Any]:
     if not found:
         raise BadOptions(f"{url} has no description in its metrics", NO_DESCRIPTION)
     if len(found) > 1:
-        raise BadOptions(f"{url} has engines of several descriptions", "describe each by itself")
+        raise BadOptions(f"{url} has engines of several descriptions", "give the URL of one engine")
     try:
         return unpacked(found.pop())
     except ValueError as error:
