@@ -18,7 +18,7 @@ from .host import Lab
 
 
 def _mirrors(release: str) -> bool:
-    return f"{MIRRORED}: cpu" in FACTS[release].buffer_devices
+    return FACTS[release].has_host_buffer_layout
 
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(has=_mirrors)]
