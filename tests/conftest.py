@@ -43,7 +43,7 @@ def unit_of(nodeid: str, releases: Sequence[str]) -> str:
 
 
 def part_of(nodeid: str) -> str:
-    """What a line of progress calls a test: a release's lab, or the folder that it is in."""
+    """Names a test in a line of progress: a release's lab, or the folder that it is in."""
     release = release_of(nodeid)
     if release is not None:
         return f"the lab on {release}"

@@ -24,10 +24,12 @@ Remove when:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams
+from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
@@ -40,13 +42,20 @@ from kvpatch.worker.engine_steps import Around, amend, around
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import front_end_state, scheduler_state, worker_state
 
+_LOG = logging.getLogger("kvpatch.metrics")
+
 # --- a worker ---------------------------------------------------------------------
 
 
 def _show_description(release: ReleaseWorker) -> None:
     from kvpatch.peer.description import published
 
-    found = published(release)
+    try:
+        found = published(release)
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, KvpatchError):
+        # Plans alone read it: an engine that cannot be described serves as any other.
+        _LOG.debug("this engine does not describe itself", exc_info=True)
+        return
     if found is not None:
         worker_state(release.worker).book.add(DESCRIPTION, 1, found)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-
-from kvpatch.patches import SLUGS
 
 from .host import Lab
 from .releases import moves_full_blocks_only
@@ -23,14 +20,8 @@ _ODD = (b"no number", b":", b"\xff\xfe:1", b"unknown:1", b"unknown:x", b"HB:", b
 _NO_NUMBERS = ("", "x", "0", "-1", "1.0", "9" * 5000)
 
 
-@pytest.fixture
-def stage(lab: Lab) -> Iterator[Stage]:
-    with Stage(lab) as opened:
-        yield opened
-
-
 def test_odd_notifications_end_no_engine(stage: Stage) -> None:
-    prefill = stage.start(replace(SPEC, patched=True, patches=SLUGS))
+    prefill = stage.start(replace(SPEC, patched=True))
     decode = stage.decode(SPEC, patched=False)
     introduce(decode, stage.prompts(1, _TOKENS), prefill)
     prompt = stage.prompt(_TOKENS)

@@ -150,7 +150,7 @@ _PARAMS: dict[str, Any] = {
 )
 def test_parameters_of_a_client(changes: dict[str, Any], facts: Any) -> None:
     sent = _PARAMS | changes
-    limits = RequestLimits(prompt_tokens=48, max_model_len=1024)
+    limits = RequestLimits(max_model_len=1024)
     try:
         found = checked(sent, facts, limits)
     except ParamsRefused as error:

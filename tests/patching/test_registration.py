@@ -34,11 +34,12 @@ DOES = {
     "block_count": "count blocks",
     "kvcached_regions": "show as they lie",
     "shared_tensors": "leave in once",
+    "metrics": "describe",
 }
 #: Done when all else is, whatever that is.
 _LAST = "named_factors"
 #: Those that say themselves what is done.
-PARTS = {"host_buffer", "failed_loads", "stale_blocks", "digests"}
+PARTS = {"host_buffer", "failed_loads", "stale_blocks", "digests", "metrics"}
 ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
 
 
@@ -137,14 +138,15 @@ def _subsets(slugs):
 
 
 def _expected(on: frozenset[str], *, is_buffered: bool) -> list[str]:
-    steps = [does for slug, does in DOES.items() if slug in on]
+    steps = [does for slug, does in DOES.items() if slug in on - {"metrics"}]
     if not is_buffered and "host_buffer" in on:
         steps.remove("host buffer")
     reads = "unlike_engines" in on
     steps = [f"{s} for a reader" if reads and s == "show as they lie" else s for s in steps]
     tensors = BUFFERED if is_buffered and "host_buffer" in on else TENSORS
     names = ["accept" if reads else "name"] if "named_factors" in on else []
-    return [*steps, f"register {tensors['a']}", *(["attach"] if reads else []), *names]
+    shown = [DOES["metrics"]] if "metrics" in on else []
+    return [*steps, f"register {tensors['a']}", *(["attach"] if reads else []), *names, *shown]
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -197,7 +199,7 @@ def test_in_push_mode_nothing_goes_through_a_host_buffer(taken):
 def test_which_patches_have_a_step():
     """Layers that share tensors <= 0.10.1.1, failed loads from 0.11.1 to 0.29, holds from there.
 
-    Hashes are compared from 0.13 on.
+    Hashes are compared from 0.13 on, and engines describe themselves from 0.29 on.
     """
     more = {release: set(_steps(FACTS[release])) - ALL for release in RELEASES}
 
@@ -207,5 +209,6 @@ def test_which_patches_have_a_step():
         fails = {"failed_loads"} if Version("0.11.1") <= number < Version("0.30") else set()
         holds = {"stale_blocks", "digests"} if number >= Version("0.11.1") else set()
         hashes = {"named_factors"} if number >= Version("0.13") else set()
-        assert found == shares | fails | holds | hashes, release
+        describes = {"metrics"} if number >= Version("0.29") else set()
+        assert found == shares | fails | holds | hashes | describes, release
     assert all(set(_steps(FACTS[release])) >= ALL for release in RELEASES)

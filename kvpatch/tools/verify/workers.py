@@ -53,7 +53,7 @@ _LOOK_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
-class Side:
+class CacheSide:
     """One worker's cache: how it lies in memory, and tokens of a block."""
 
     layout: str
@@ -73,11 +73,11 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pair:
+class CachePair:
     """P's cache and D's, of one model; the channels are of keys and values together."""
 
-    prefill: Side
-    decode: Side
+    prefill: CacheSide
+    decode: CacheSide
     heads: int = 4
     channels: int = 128
 
@@ -87,19 +87,19 @@ class Pair:
 
 
 PAIRS = (
-    Pair(Side("HND", 64), Side("HND", 64)),
-    Pair(Side("HND", 128), Side("HND", 32)),
-    Pair(Side("HND", 32), Side("HND", 128)),
-    Pair(Side("HND", 96), Side("HND", 64)),
-    Pair(Side("NHD", 64), Side("HND", 64)),
-    Pair(Side("HND", 128), Side("NHD", 16)),
-    Pair(Side("HND", 128), Side("HND", 32), heads=1, channels=576),
+    CachePair(CacheSide("HND", 64), CacheSide("HND", 64)),
+    CachePair(CacheSide("HND", 128), CacheSide("HND", 32)),
+    CachePair(CacheSide("HND", 32), CacheSide("HND", 128)),
+    CachePair(CacheSide("HND", 96), CacheSide("HND", 64)),
+    CachePair(CacheSide("NHD", 64), CacheSide("HND", 64)),
+    CachePair(CacheSide("HND", 128), CacheSide("NHD", 16)),
+    CachePair(CacheSide("HND", 128), CacheSide("HND", 32), heads=1, channels=576),
 )
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What became of one pair, read in one way.
+    """The result of one pair, read in one way.
 
     Attributes:
         seconds: of the second of two reads.
@@ -230,7 +230,7 @@ class _Decode:
         self.thread = ProgressThread(self._pool, device, gate)
         self._agent = ProgressAgent(agent, gate)
 
-    def compare(self, pair: Pair, way: str) -> Compared:
+    def compare(self, pair: CachePair, way: str) -> Compared:
         """Reads a request of a pair twice, and compares the whole cache."""
         expected = self._before.clone()
         theirs = pair.prefill.views(self._remote, pair.heads, pair.channels)
@@ -254,7 +254,7 @@ class _Decode:
         token_bytes = _LAYERS * pair.heads * pair.channels * _ITEM.itemsize
         return Compared(str(pair), way, _TOKENS * token_bytes, seconds, wrong, notices)
 
-    def _read(self, pair: Pair, way: str, blocks: Sequence[BlockList]) -> float:
+    def _read(self, pair: CachePair, way: str, blocks: Sequence[BlockList]) -> float:
         """Reads the request as a worker does; returns how long that took."""
         layers = pair.decode.views(self._memory, pair.heads, pair.channels)
         local = [plane for planes in _planes(layers) for plane in planes]
@@ -281,7 +281,7 @@ class _Decode:
         read.release()
         return seconds
 
-    def _remote_planes(self, pair: Pair) -> list[list[Plane]]:
+    def _remote_planes(self, pair: CachePair) -> list[list[Plane]]:
         """Returns P's planes, layer by layer: those of a memory like it, at P's address."""
         apart = self._remote_address - self._remote.data_ptr()
         layers = _planes(pair.prefill.views(self._remote, pair.heads, pair.channels))
