@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """What is to be read of one rank.
+    """The parts of a read from one rank.
 
     Attributes:
-        direct: goes straight to its place; planned once the read has begun.
-        staged: goes through the pool.
-        tails: is zeroed once the read has begun; None for nothing.
-        idle_until: where all that the rank has comes from others, the fate of a read of those: the
-            rank is only told, once that one is over.
+        direct: runs that go straight to their place; planned once the read has begun.
+        staged: shares that go through the staging pool.
+        tails: returns the blocks' ends to zero, once the read has begun; None where there are none.
+        idle_until: the fate of a read from other ranks, where those hold all that this rank has.
+            This rank gets only a notification, once that read is over.
     """
 
     direct: Iterable[Plan]

@@ -1,4 +1,4 @@
-"""What one worker knows of its reads, whoever makes them, and the checks of those of vLLM's own.
+"""The state of one worker's reads, and the checks of those that vLLM makes itself.
 
 vLLM reads from peers like this engine itself. What reads from all others is made when the first of
 them shakes hands (``heterogeneous_reads``), and not imported before. Patches hand in what makes the
@@ -149,16 +149,16 @@ _MOST_FAILED = 65536
 
 @dataclass(frozen=True)
 class Destination:
-    """What reads fill.
+    """The memory that reads fill.
 
     Attributes:
-        tensors: where they are placed.
-        device: of what is registered with NIXL, the staging pool too.
-        layers: of `tensors`, where the release was shown others: a host buffer of the same
-            layout and other blocks, or what stands for cross-layer blocks; None where it was
-            `tensors`.
+        tensors: where the bytes are placed.
+        device: the device of what is registered with NIXL, and of the staging pool.
+        layers: the layers of `tensors`, where the release was shown other tensors: a host buffer of
+            the same layout and other blocks, or stand-ins for cross-layer blocks. None where it was
+            shown `tensors`.
         cross_layer: what is registered, where blocks are cross-layer blocks.
-        caches: what places reads where `tensors` only stand for those of the device.
+        caches: places the bytes where `tensors` only stand for those of the device.
         states: the pages of layers with recurrent state, where they really lie.
     """
 
@@ -171,7 +171,7 @@ class Destination:
 
 
 class ReadsOfOthers(Protocol):
-    """What reads from peers of another geometry (``heterogeneous_reads``).
+    """The reads from peers of another geometry (``heterogeneous_reads``).
 
     Attributes:
         pool: where staged reads land.

@@ -111,7 +111,7 @@ class DividedBlockHandles(dict[Any, Any]):
 
 
 def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
-    """Has a worker's table take part; registering again is no matter."""
+    """Makes a worker's table a :class:`DividedBlockHandles`; a second call changes nothing."""
     if not facts.divides_own_blocks:
         return
     table = worker.src_xfer_handles_by_tp_ratio
