@@ -108,7 +108,7 @@ class _Side:
 
 
 class _Messages:
-    """What the progress thread has heard on behalf of the engine's step."""
+    """The notifications that the progress thread has received in place of the engine's step."""
 
     def __init__(self) -> None:
         self.are_wanted = False
@@ -173,7 +173,7 @@ class EngineAgent(AgentProxy):
         return self._self_gate
 
     def check_xfer_state(self, handle: Any) -> Any:
-        """As NIXL's own; ``PROC`` where it cannot be asked for now, but not for long."""
+        """Returns NIXL's state of a transfer; ``PROC`` for a short time if the agent is busy."""
         look = self.__wrapped__.check_xfer_state
         if self._self_unanswered < _MOST_UNANSWERED:
             found = self._self_steps.call_now(look, handle)
@@ -187,7 +187,7 @@ class EngineAgent(AgentProxy):
         return found
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; {sender: messages}."""
+        """Returns NIXL's notifications, {sender: messages}; does not wait for another thread."""
         if args or kwargs:
             return self._self_steps.call(self.__wrapped__.get_new_notifs, *args, **kwargs)
         messages = self._self_gate.messages

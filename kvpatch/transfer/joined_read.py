@@ -85,7 +85,7 @@ class JoinedRead(OwnRead):
         return "DONE"
 
     def void(self) -> bool:
-        """As a staged read's, of those among these; False where there is none that goes on."""
+        """Voids those of these reads that go on; False if none does."""
         self._given_up += [r for r in self._going if isinstance(r, OwnRead) and r.void()]
         return bool(self._given_up)
 

@@ -172,15 +172,15 @@ class Check(Protocol):
 
 @dataclass(eq=False)
 class Lifetime:
-    """What D knows of the blocks that one read reads.
+    """The state of the blocks that one read reads, as far as D knows it.
 
     Attributes:
-        lease: of the blocks.
-        request_id: whose they are, for the log.
-        agent: the peer's rank, as NIXL calls it.
-        checks: that are still to be asked, in order.
-        verdict: what the read has found out; None where it knows nothing, or not yet.
-        fail_check: called if a check fails the read; on whatever thread.
+        lease: the lease of the blocks.
+        request_id: the request that they belong to, for the log.
+        agent: the name of the peer's rank in NIXL.
+        checks: the checks that are still to be asked, in order.
+        verdict: the result that the read has found; None where there is none, or not yet.
+        fail_check: called on any thread if a check fails the read.
     """
 
     lease: Lease = field(default_factory=Lease)

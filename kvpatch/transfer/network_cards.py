@@ -71,7 +71,7 @@ def _said(path: Path) -> str:
 def ports_in_play(
     ports: Iterable[Port], transports: str | None, devices: str | None
 ) -> tuple[Port, ...]:
-    """Those of the ports that UCX may use.
+    """Returns the ports that UCX may use.
 
     Args:
         transports: ``UCX_TLS``; None where it is not set.
@@ -118,5 +118,5 @@ def _names(listed: str) -> list[str]:
 
 
 def beside_ucx(backends: Iterable[str]) -> tuple[str, ...]:
-    """Those of NIXL's backends that are not UCX."""
+    """Returns the NIXL backends that are not UCX."""
     return tuple(backend for backend in backends if backend not in _UCX)

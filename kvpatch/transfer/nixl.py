@@ -76,7 +76,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """What an agent's transfers can raise: NIXL's errors have no class in common."""
+    """Returns the errors that an agent's transfers can raise: NIXL's have no class in common."""
     return _errors_of(nixl.__class__)
 
 

@@ -180,7 +180,7 @@ class ProgressThread:
                 self._is_stopped, self.is_running = True, False
 
     def drop(self, read: StagedRead) -> None:
-        """Has a read let go of that nobody asks for any more. May be called from anywhere."""
+        """Makes the progress thread let go of a read that no step polls. Any thread may call it."""
         self._inbox.put((read, False))
 
     @contextmanager
@@ -293,7 +293,7 @@ class ProgressThread:
                         return
 
     def _call_all(self, now: float) -> None:
-        """Has reads that wait looked at too, now and then."""
+        """Polls the waiting reads too, every ``_SURELY_SECONDS``."""
         if now - self._saw_all < _SURELY_SECONDS:
             return
         self._saw_all = now
@@ -374,7 +374,7 @@ class BackgroundRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
-        """What the thread has come to; without a thread it is done here."""
+        """Returns the read's state; moves the read on here where no progress thread runs."""
         outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
@@ -382,7 +382,7 @@ class BackgroundRead(OwnRead):
         return outcome
 
     def void(self) -> bool:
-        """As a staged read's; nothing is placed any more when it returns."""
+        """Voids the staged read; the progress thread places nothing after this returns."""
         with self._thread.paused():
             return self._read.void()
 
@@ -390,7 +390,7 @@ class BackgroundRead(OwnRead):
         return self._read.telemetry()
 
     def release(self) -> None:
-        """As a staged read's; nothing is placed any more when it returns."""
+        """Releases the staged read; the progress thread places nothing after this returns."""
         if self._read.holds_nothing:
             return
         with self._thread.paused():

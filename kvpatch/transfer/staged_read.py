@@ -232,7 +232,7 @@ class StagedRead(OwnRead):
         self._end_untold()
 
     def let_go(self) -> None:
-        """As :meth:`release`, of a read that nobody asks for any more."""
+        """Does :meth:`release` for a read that no step polls any more; logs NIXL's errors."""
         try:
             self.release()
         except errors_of(self._nixl):
@@ -473,7 +473,7 @@ class StagedRead(OwnRead):
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:
-        """What NIXL says of the transfer when it has posted it."""
+        """Posts a transfer and returns the state that NIXL gives it."""
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
         return self._nixl.transfer(handle)

@@ -115,7 +115,7 @@ class Turn:
 
     @property
     def reader(self) -> object:
-        """Whose place it is; None where it was dropped."""
+        """Returns the reader that waits in this place; None if it was dropped."""
         return self._reader()
 
     def is_of(self, reader: object) -> bool:
@@ -177,7 +177,7 @@ class StagingPool:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole pool, whether or not it has been made."""
+        """Returns the size of the whole pool, even before its memory is allocated."""
         return self._room.size_bytes
 
     @property
@@ -364,7 +364,7 @@ class StagingPool:
         self._lost.append(_Lost(space, is_over))
 
     def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
-        """As :meth:`lose`, of a transfer that has failed: its peer need not wait for that."""
+        """Does :meth:`lose` for a failed transfer: its peer's other reads need not wait for it."""
         self._disown(space)
         self.lose(space, is_over)
 

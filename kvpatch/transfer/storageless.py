@@ -75,7 +75,7 @@ def store(tensor: torch.Tensor, dimension: int, blocks: Int64Array, found: torch
 
 
 def _begin(tensor: torch.Tensor) -> None:
-    """Has a device begin what it was told so far, where it would put that off."""
+    """Starts the work that was queued on a device, where the device would put it off (XLA)."""
     if tensor.device.type == "xla":
         import torch_xla
 
@@ -193,7 +193,7 @@ class StoragelessCaches:
     def place(
         self, staging: torch.Tensor, placements: tuple[Placement, ...], after: None
     ) -> Callable[[], bool]:
-        """As :meth:`kvpatch.transfer.caches.Caches.place`; done when it returns."""
+        """Does :meth:`kvpatch.transfer.caches.Caches.place`; the copy is over when this returns."""
         import torch
 
         by_tensor: dict[int, list[Placement]] = {}
@@ -217,7 +217,7 @@ class StoragelessCaches:
         return done
 
     def zero(self, tails: Tails, after: None) -> Callable[[], bool]:
-        """As :meth:`kvpatch.transfer.caches.Caches.zero`; done when it returns."""
+        """Does :meth:`kvpatch.transfer.caches.Caches.zero`; the copy is over when this returns."""
         for planes, tail in tails:
             for plane in planes if len(tail) else ():
                 self._zero(plane, tail)
