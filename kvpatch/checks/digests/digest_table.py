@@ -33,13 +33,13 @@ _NONE = 1
 
 
 class Entry(NamedTuple):
-    """What the directory says of a request.
+    """The directory's entry for a request.
 
     Attributes:
-        word: of its hold; its lowest bit says that it has no digests.
-        start: of its digests, in bytes from the table's beginning.
-        size_bytes: of them.
-        check: their check sum.
+        word: the word of its hold; the lowest bit is set where it has no digests.
+        start: where its digests start, in bytes from the table's beginning.
+        size_bytes: the size of its digests.
+        check: the check sum of its digests.
     """
 
     word: int

@@ -24,7 +24,7 @@ Extent = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """What a digest says something about: heads of a layer's content, in a range of tokens."""
+    """The subject of a digest: heads of a layer's content, in a range of tokens."""
 
     layer: str
     content: Content
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two digests say of each other; only what was in both of them was looked at.
+    """The result of a comparison of two digests, over what both of them contain.
 
     Attributes:
         wrong: where bytes differ.
@@ -106,7 +106,7 @@ def of_all_ranges(parts: Sequence[Digests]) -> Digests:
 
 
 def compare(theirs: Digests, ours: Digests) -> Comparison:
-    """What of ours differs from theirs, and what of ours theirs says nothing about.
+    """Compares two digests: finds what differs, and which local parts the peer's does not cover.
 
     Raises:
         DigestsRefused: seeds are unlike.
@@ -217,7 +217,7 @@ def extents_of(
 
 
 def joined(extents: Sequence[Extent]) -> tuple[Extent, ...]:
-    """Those that follow one another as one."""
+    """Joins the extents that follow one another."""
     found: list[Extent] = []
     for start, end in extents:
         if found and found[-1][1] == start:
@@ -236,7 +236,7 @@ class Stated(NamedTuple):
 
 
 def written(parts: Sequence[Stated]) -> bytes:
-    """What a rank says of a request: one part for each block table."""
+    """Encodes the digests that a rank states of a request: one part for each block table."""
     told = [
         {
             "range": part.range_tokens,

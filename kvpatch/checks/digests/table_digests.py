@@ -55,7 +55,7 @@ class TableTokens:
 
     @property
     def cells(self) -> int:
-        """Of one range of tokens."""
+        """Returns the number of cells of one range of tokens."""
         return sum(plane.counts.heads for plane in self.planes)
 
     @property
@@ -129,7 +129,7 @@ class DigestStream:
             _LOG.debug("nothing is compared any more: %s", error)
 
     def mark(self) -> Any:
-        """What the engine's thread has told the device by now; None where it is done at once."""
+        """Marks the device work that the engine's thread has queued; None if work ends at once."""
         if self._streams is None:
             return None
         event = self._streams.Event()

@@ -69,15 +69,15 @@ _ERRORS = (KvpatchError, RuntimeError, MemoryError, ValueError, IndexError)
 
 
 class Order(NamedTuple):
-    """What is to be digested.
+    """The order to make one request's digests.
 
     Attributes:
         generation: the word of the request's hold.
-        tables: of the request's tokens.
-        end_token: of the request.
-        is_held: whether the word still stands.
-        stream: where they are made, and
-        after: what comes before: what the device had been told when the request was over.
+        tables: the request's tokens in each block table.
+        end_token: the end of the request's tokens.
+        is_held: True while the word still stands.
+        stream: the stream that makes the digests.
+        after: the device work that was queued when the request was over; the stream waits for it.
     """
 
     generation: int
@@ -109,7 +109,7 @@ class DigestMaker:
         self._waiting: deque[None] = deque()
 
     def add(self, order: Order) -> None:
-        """Has digests made; an order whose word has gone in the meantime is left undone."""
+        """Queues an order; the thread drops it if the word of its hold is gone by then."""
         self._waiting.append(None)
         try:
             self._thread.submit(self._make, order, time.monotonic())
@@ -148,7 +148,7 @@ class DigestMaker:
         self._has_told = True
 
     def _made(self, order: Order) -> bytes | None:
-        """What peers are told; None where the blocks may not be the request's any more."""
+        """Makes an order's digests; None where the blocks may belong to another request by now."""
         import torch
 
         if not order.is_held():
