@@ -1,4 +1,4 @@
-"""What a layer's blocks hold, on both sides: heads, tokens, and what moves whole.
+"""The content of a layer's blocks on both sides: heads, tokens, and which of them move whole.
 
 Attention groups may have several shapes (Gemma: other heads and head_dim in layers with full
 attention than in those with windows). vLLM then plans blocks of more tokens for the smaller

@@ -1,4 +1,4 @@
-"""Whether a peer is left to the release, read by us, or refused: the decision of a handshake.
+"""The decision of a handshake: the release keeps a peer, kvpatch reads from it, or refuses it.
 
 :func:`decide` is made of values alone; :mod:`kvpatch.load.remote_agents` reads them and acts.
 """

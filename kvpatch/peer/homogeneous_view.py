@@ -1,4 +1,4 @@
-"""What the release is shown of a heterogeneous peer: one of this worker's own geometry.
+"""The metadata that the release is shown of a heterogeneous peer: this worker's own geometry.
 
 The release then prepares and books what it does for a homogeneous peer, within the memory that
 the peer registered. Which bytes a read moves is decided elsewhere.
@@ -147,10 +147,10 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
 def book_own_cut(
     worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
 ) -> None:
-    """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
+    """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
-    It takes a page for no larger than its states need, and ends by an assertion, also between like
-    engines.
+    By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
+    even between like engines.
     """
     if facts.books_cuts_of_peers:
         worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block

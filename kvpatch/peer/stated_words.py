@@ -1,4 +1,4 @@
-"""What P's kvpatch states beside all that its release does; and how D hears it.
+"""The fields that P's kvpatch adds to its side channel's answer, and how D gets them.
 
 A release's handshake has no word for how a CPU's keys lie, nor for the types of recurrent states or
 the slots of a ring of keys. One of ``<= 0.20`` does not say all of a block either. P's answer at
