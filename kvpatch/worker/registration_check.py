@@ -1,4 +1,4 @@
-"""Whether what a worker has registered is where its tensors' blocks lie.
+"""The check that the blocks a worker has registered are where its tensors' blocks lie.
 
 <= 0.28 a release computes a block's address from the bytes of its shape, and never asks the
 tensor for its strides; what it has computed stands on the worker as it registers them.

@@ -142,9 +142,10 @@ class ReleaseWorker:
         return int(self.worker._logical_num_blocks) if self.facts.has_cache_groups else None
 
     def set_blocks(self, blocks: int) -> None:
-        """Has it register another number of blocks.
+        """Makes the worker register another number of blocks.
 
-        Releases <= 0.17 ask the first tensor; all agreed before this is called.
+        Releases <= 0.17 read the number from the first tensor. The caller has checked that all
+        tensors agree on it.
         """
         worker = self.worker
         if self.facts.has_cache_groups:
