@@ -57,7 +57,7 @@ class BlockTensor:
         )
 
     def row_bytes(self) -> int:
-        """Of one block under one index of the outer dimensions, gaps included."""
+        """Returns the bytes of one block under one index of the outer dimensions, gaps included."""
         axes = [
             (self.parts if dimension == self.block_dimension else size, stride * self.item_bytes)
             for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))

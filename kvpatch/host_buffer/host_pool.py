@@ -57,7 +57,7 @@ def block_bytes(
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """What a buffer of all blocks takes that has a tensor for every layer, as stock's has."""
+    """Returns the bytes of a buffer like stock's: all blocks, and a tensor for every layer."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -262,7 +262,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """What this process can still take, its container's limit included; None if unknown."""
+    """Returns the bytes that this process can still allocate, within its container's limit.
+
+    None if that is unknown.
+    """
     found = []
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Whether KV goes through a buffer in host memory, and how many blocks that one holds.
+"""The decision whether KV goes through a buffer in host memory, and how many blocks it holds.
 
 P's and D's scheduler and their workers decide for themselves, in processes of their
 own, from the same facts.
@@ -69,7 +69,7 @@ def supported_devices(facts: ReleaseFacts) -> dict[str, tuple[str, ...]] | None:
 
 
 def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
-    """As :func:`is_wanted`, for this process's platform.
+    """Decides :func:`is_wanted` for this process's platform.
 
     Raises:
         RegistrationRefused: it is forbidden where it is needed, or not possible here.
