@@ -1,4 +1,4 @@
-"""What each dimension of a cache tensor means."""
+"""The meaning of each dimension of a cache tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strides a layout has: the one place that works them out.
+"""The strides of each layout: the one place that works them out.
 
 A layout is an order of axes, from the outermost to the innermost, densely packed. The blocks of
 a registered tensor, a peer's regions and cross-layer blocks are all made of dense pieces: a
@@ -71,7 +71,7 @@ def block_axes(layout: str) -> Axes:
 
 
 def inner_layout(layout: str | None) -> InnerLayout | None:
-    """What a layer's block looks like inside, by a layout's name.
+    """Returns the order inside a layer's block, by a layout's name.
 
     A head's tokens are neighbours in HND, a token's heads in NHD. None for a name that is not
     known here, and where a layer's block is not in one piece of its own.
@@ -82,7 +82,7 @@ def inner_layout(layout: str | None) -> InnerLayout | None:
 
 
 def layer_by_layer(inner: InnerLayout, like: str) -> str:
-    """The name of a layout whose layers are apart, as a release calls it that calls one `like`."""
+    """Returns the name of a layout with layers apart, as the release that says `like` calls it."""
     if like in ("HND", "NHD"):
         return inner
     return "LBHNC" if inner == "HND" else "LBNHC"

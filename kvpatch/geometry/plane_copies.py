@@ -26,13 +26,14 @@ class CopyAxis(NamedTuple):
 
 
 class CopyTile(NamedTuple):
-    """Of a copy of which a side is tiled: how tokens lie inside a tile.
+    """The order of tokens inside a tile, for a copy of which one side or both are tiled.
 
     The side that is not tiled is stepped through in as many tokens.
 
     Attributes:
+        tokens: the tokens of a tile.
         remote_step, local_step: bytes from one token to the next.
-        is_remote, is_local: which side is tiled.
+        is_remote, is_local: True if that side is tiled.
     """
 
     tokens: int
@@ -181,7 +182,7 @@ def _channel_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, ...]:
 
 
 def _tile_size(remote: Plane, local: Plane, axis: Literal["tokens", "channels"]) -> int | None:
-    """Of the tiles of either side; None where neither is tiled."""
+    """Returns the size of either side's tiles; None where neither side is tiled."""
     sizes = {getattr(plane.tile, axis) for plane in (remote, local) if plane.tile is not None}
     if len(sizes) > 1:
         raise UnplannableCopy(f"expected tiles of one size, found {remote} and {local}")

@@ -54,7 +54,7 @@ class _Reading:
         )
 
     def check(self) -> None:
-        """What holds for every order: dimensions, sizes, strides, storage."""
+        """Checks the rules that hold for every order: dimensions, sizes, strides, storage."""
         facts, names = self.facts, self.order.dimensions
         if not len(facts.shape) == len(facts.strides) == len(names):
             self.refuse(

@@ -50,10 +50,10 @@ class RegionSlice:
 
 @dataclass(frozen=True)
 class Regions:
-    """What a peer states of its regions.
+    """The regions that a peer states.
 
     Attributes:
-        block_bytes: of each region.
+        block_bytes: the bytes of a block in each region.
         names: the layer that each region is named after; None where it is not stated.
     """
 

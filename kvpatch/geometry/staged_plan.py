@@ -140,7 +140,7 @@ class _Blocks:
         return self.known[first, end]
 
     def runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
-        """What is read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
+        """Returns the bytes to read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
         key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
         if key not in self.known_runs:
             self.known_runs[key] = self._runs(first, end, span)
