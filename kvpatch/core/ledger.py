@@ -168,7 +168,7 @@ class _Change:
 
 @dataclass
 class Ledger:
-    """What has been set, so that it can be undone, and never set twice."""
+    """The wrappers that are set, so that they can be undone and are never set twice."""
 
     _changes: list[_Change] = field(default_factory=list)
 
@@ -317,7 +317,7 @@ def _bound(wrapper: Wrapper) -> Callable[..., Any]:
 
 
 def _as_function(target: Any) -> Method:
-    """What can be called with the object first: a wrapper of somebody's binds itself to it."""
+    """Returns a function that takes the object first; other plugins' wrappers bind themselves."""
     if type(target) is FunctionType:  # as a wrapper says of itself that it is
         return target
 
@@ -375,7 +375,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, 
 
 
 def _not_found(owner: type | ModuleType, site: Site) -> tuple[str, str]:
-    """What was expected where there is no such method or function, and what was found."""
+    """Describes a missing method or function: what was expected, and what was found."""
     if isinstance(owner, ModuleType):
         return f"a function {site.name} in {site.module}", "none"
     holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
@@ -417,7 +417,7 @@ def _module(site: Site) -> ModuleType:
 
 
 def kind_of(attribute: object) -> str:
-    """What an entry of a class's own dictionary is, by :data:`Kind`'s names."""
+    """Returns the kind of an entry of a class's own dictionary, by the names of :data:`Kind`."""
     if isinstance(attribute, classmethod):
         return "classmethod"
     if isinstance(attribute, staticmethod):

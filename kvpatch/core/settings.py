@@ -322,7 +322,7 @@ def set_variables(given: Mapping[str, str]) -> None:
 
 
 def to_copy() -> tuple[str, ...]:
-    """What of this process's variables every process of an engine must have."""
+    """Returns the variables of this process that every process of an engine must have."""
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
 
 

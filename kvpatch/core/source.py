@@ -211,7 +211,7 @@ def _describe(node: object, pieces: list[str]) -> None:
 
 
 def _statements(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.stmt]:
-    """What a definition is made of, without its docstring; of a class without its methods."""
+    """Returns a definition's statements without its docstring, and a class's without methods."""
     body = node.body[ast.get_docstring(node, clean=False) is not None :]
     if isinstance(node, ast.ClassDef):
         return [n for n in body if not isinstance(n, _DEFINITIONS)]
