@@ -232,7 +232,7 @@ class FailedRequestQueue:
 
 
 def watch_failed_loads(worker: Any) -> None:
-    """Has a worker keep failed requests that the release reports too early, or wrongly."""
+    """Makes a worker keep failed requests that the release reports too early, or wrongly."""
     own = worker._failed_recv_reqs
     if isinstance(own, Queue):  # from 0.22
         worker._failed_recv_reqs = FailedRequestQueue(worker, own)
