@@ -66,7 +66,7 @@ class AllowedPeers:
 
 
 def allowed_peers() -> AllowedPeers:
-    """What the variable lists.
+    """Returns the peers that the variable lists.
 
     Raises:
         SettingsError: an entry is no network and no name.
