@@ -22,7 +22,7 @@ class Way(str, Enum):
 
 
 class Outcome(str, Enum):
-    """What became of a load: a request that a worker was to load."""
+    """The outcome of a load: a request that a worker was to load."""
 
     RECEIVED = "received"
     FAILED = "failed"
@@ -30,7 +30,7 @@ class Outcome(str, Enum):
 
 
 class CheckResult(str, Enum):
-    """What a check has found out about a read, or nobody has."""
+    """The result of a check of a read, if there was one."""
 
     HELD = "held"  # P held the blocks to the last byte; of bytes: nothing is wrong with them
     UNPROVEN = "unproven"
@@ -40,7 +40,7 @@ class CheckResult(str, Enum):
 
 
 class Proof(str, Enum):
-    """What a digest has said of a load."""
+    """The result of a load's digests."""
 
     CHECKED = "checked"
     PARTLY = "partly"
@@ -78,7 +78,7 @@ class Metric:
 
     @property
     def shown_name(self) -> str:
-        """As Prometheus knows it."""
+        """Returns the name in Prometheus."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 

@@ -1,4 +1,4 @@
-"""What kvpatch did in this process, as data: for logs, ``doctor`` and tests."""
+"""The record of what kvpatch did in this process, as data: for logs, ``doctor`` and tests."""
 
 from __future__ import annotations
 
