@@ -1,4 +1,4 @@
-"""One worker's reads from peers of another geometry, made when the first of them shakes hands.
+"""The reads of one worker from peers of another geometry, made when the first shakes hands.
 
 The release goes on doing what it does for a peer like us: handshakes, books,
 notifications, completion, failures. Only the transfer that it prepares is
@@ -67,13 +67,13 @@ class Wanted(NamedTuple):
 
 
 class HeterogeneousReads:
-    """One worker's.
+    """The maker of one worker's reads from peers of another geometry.
 
     Args:
-        reader: the worker's.
-        pool: where staged reads land.
-        progress: what reads go on in between the engine's steps; None for the steps alone.
-        pooled: what reads through the pool are called in the metrics.
+        reader: the worker's reader.
+        pool: the pool that staged reads land in.
+        progress: moves reads on between the engine's steps; None for the steps alone.
+        pooled: the name in the metrics of reads through the pool.
     """
 
     def __init__(

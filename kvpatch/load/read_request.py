@@ -57,7 +57,7 @@ class ReadRequest:
 
     @property
     def arrived(self) -> float | None:
-        """When D was given the request, as ``time.monotonic`` counts in this process."""
+        """Returns when D got the request, as ``time.monotonic`` counts in this process."""
         return None if self.waited is None else self.known_since - self.waited
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,11 +122,11 @@ class PlannedLoad(NamedTuple):
 
 
 class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
-    """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
+    """The loads that one scheduler has planned, by vLLM's request (``common_prompt``)."""
 
 
 class Waits:
-    """How long requests have waited in D by the time that their reads are sent to the workers.
+    """The time that requests have waited in D when their reads are sent to the workers.
 
     vLLM's API server writes down when a request arrives, by the clock of its machine, which need
     not be the scheduler's. So the shortest way of the last requests from there to the scheduler
