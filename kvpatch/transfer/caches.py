@@ -33,7 +33,7 @@ class Caches:
 
     @cached_property
     def _memory(self) -> Bytes | None:
-        """All layers'; None where a device's allocations cannot be one range."""
+        """Returns the memory of all layers; None if a device's allocations cannot be one range."""
         return one_memory(self._tensors.values())
 
     @cached_property
@@ -47,7 +47,7 @@ class Caches:
 
     @property
     def device(self) -> torch.device:
-        """Where the caches lie, the staging buffer too."""
+        """Returns the device of the caches and of the staging buffer."""
         return next(iter(self._tensors.values())).device
 
     def mark(self) -> Any:

@@ -77,7 +77,7 @@ class CheckedTransfer(OwnRead):
         return self._state
 
     def void(self) -> bool:
-        """Nothing: vLLM's own transfer ends as it would without kvpatch."""
+        """Does nothing: vLLM's own transfer ends as it would without kvpatch."""
         return False
 
     def telemetry(self) -> Any:

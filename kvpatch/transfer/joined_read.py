@@ -18,7 +18,7 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class JoinedRead(OwnRead):
-    """One request's reads, one from each rank, each of which tells its own rank.
+    """The reads of one request, one from each rank, each of which notifies its own rank.
 
     One that fails leaves the others going on: blocks may be handed out again when nothing
     is written to them any more.

@@ -1,4 +1,4 @@
-"""How long a peer keeps the blocks that are read, and what checks say of a read of them.
+"""The time for which a peer keeps blocks that are read, and the checks of a read of them.
 
 The rule: a read that ends after P's lease must have run out counts as failed by a check. P may have
 given the blocks to another request by then, and says nothing of it. D counts the lease on its own
@@ -65,11 +65,11 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Lease:
-    """P's, of the blocks of one request.
+    """The lease that P grants for the blocks of one request.
 
     Attributes:
         granted: when it ends without heartbeats, as ``time.monotonic`` counts; never by default.
-        heartbeats: that extend it; None where none does.
+        heartbeats: the heartbeats that extend it; None where none do.
     """
 
     granted: float = inf
@@ -77,7 +77,7 @@ class Lease:
 
     @property
     def end(self) -> float:
-        """When it is over, by what is known now."""
+        """Returns when the lease is over, by what is known now."""
         return self.granted if self.heartbeats is None else self.heartbeats.extended(self.granted)
 
 

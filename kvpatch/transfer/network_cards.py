@@ -1,4 +1,4 @@
-"""Which network cards UCX may register memory with, by what the machine has and by UCX_*.
+"""The network cards that UCX may register memory with, by the machine's cards and by UCX_*.
 
 A card reads and writes the physical pages that were there when memory was registered; UCX's
 other transports go by virtual address at each transfer. What cannot be told counts as a card.
@@ -34,7 +34,7 @@ _RANGE = re.compile(r"[\[*?]")
 
 @dataclass(frozen=True)
 class Port:
-    """One port of a card: InfiniBand, RoCE or EFA.
+    """A port of a card: InfiniBand, RoCE or EFA.
 
     Attributes:
         link: what the kernel calls its link layer; empty where it does not say.

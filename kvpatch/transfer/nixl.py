@@ -37,7 +37,7 @@ def prepare_read(
     local_address: Int64Array,
     length: Int64Array,
 ) -> Any:
-    """One READ of all runs, whatever their number; the caller starts it.
+    """Prepares one READ of all runs, whatever their number; the caller starts it.
 
     Args:
         nixl: an agent of NIXL's Python API.

@@ -22,7 +22,7 @@ class Fate:
 
 
 class OwnRead:
-    """One request's read, in place of a transfer: started, asked for its state, let go of.
+    """A read of one request in place of a transfer: started, polled for its state, released.
 
     Each step asks of each transfer whether it is one of these. That takes ten times as long of
     an abstract class, so this is a plain one.

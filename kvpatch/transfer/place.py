@@ -36,7 +36,7 @@ PlaceOnDevice = Callable[["torch.Tensor", Sequence[tuple[Bytes, Placement]]], No
 
 
 class Side(NamedTuple):
-    """One end of a move.
+    """An end of a move.
 
     Attributes:
         offset: of the first staged or local block's pattern, in bytes.
@@ -74,7 +74,7 @@ class Side(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One strided copy: for every pair of a staged and a local block, the same pattern of runs.
+    """A strided copy: for every pair of a staged and a local block, the same pattern of runs.
 
     Attributes:
         run_bytes: contiguous on both sides.

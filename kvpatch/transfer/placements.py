@@ -12,7 +12,7 @@ from kvpatch.transfer.storageless import AnyCaches
 
 
 class Placements:
-    """One read's copies that are not over. The pool gets their space back when they are.
+    """The copies of one read that are not over. The pool gets their space back when they are.
 
     Args:
         caches: where they are placed.

@@ -121,7 +121,7 @@ class Inbox(Generic[_Item]):
 
 
 class ProgressThread:
-    """One worker's; it starts with the first read and ends when there was none for a while.
+    """The progress thread of one worker; starts with the first read, and ends when idle for long.
 
     Where it cannot run (it was stopped, an error ended it) each read goes on when it is asked for
     its state.
@@ -185,7 +185,7 @@ class ProgressThread:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While inside, nothing is done for any read but copies that were handed over before.
+        """Keeps the progress thread from all reads while inside; copies that it handed over go on.
 
         For an engine's thread.
         """
@@ -256,7 +256,7 @@ class ProgressThread:
                 self.is_running = False
 
     def _as_the_engine(self) -> AbstractContextManager[Any]:
-        """While inside, this thread sees the device, and may write to what the engine's may."""
+        """Sets this thread's device, and lets it write to the engine's tensors while inside."""
         import torch
 
         if self._device.type == "cpu":
@@ -324,7 +324,7 @@ class ProgressThread:
         return has_moved
 
     def _free_for(self, read: StagedRead) -> AbstractContextManager[bool]:
-        """While inside, whether a read may go on: beside a handshake no memory is registered."""
+        """Yields True if a read may go on: no memory is registered beside a handshake."""
         # Nor is a handshake waited for: a step that gives a read up would wait too.
         return (
             self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)

@@ -46,7 +46,7 @@ class _Flight(NamedTuple):
 
 
 class _Stage(Enum):
-    """How far a read is. One that is given up may fail too; nothing leads back."""
+    """The stage of a read. One that is given up may fail too; no stage leads back."""
 
     NEW = auto()
     GOING = auto()
@@ -55,7 +55,7 @@ class _Stage(Enum):
 
 
 class StagedRead(OwnRead):
-    """One request's read from one rank of a peer.
+    """The read of one request from one rank of a peer.
 
     The peer is told by a notification of its own, once, when the last byte has been read.
     A read that fails goes on until all that it has on the wire is over: what NIXL was
@@ -245,7 +245,7 @@ class StagedRead(OwnRead):
             self.let_go()
 
     def _end_untold(self) -> None:
-        """Nothing more is done for it, and nobody is told of it."""
+        """Ends the read without a notification to the peer."""
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"
 

@@ -34,7 +34,7 @@ _QUARANTINE_SECONDS = 120.0
 
 
 class Space(NamedTuple):
-    """Bytes ``start`` to ``end`` of a buffer."""
+    """The bytes ``start`` to ``end`` of a buffer."""
 
     start: int
     end: int
@@ -190,7 +190,7 @@ class StagingPool:
 
     @property
     def lost_bytes(self) -> int:
-        """Bytes that nobody uses because a transfer may still write to them."""
+        """Returns the bytes that no read can use because a transfer may still write to them."""
         return sum(one.space.end - one.space.start for one in self._lost)
 
     def tell(self, book: Book, rank: str) -> None:
@@ -242,7 +242,7 @@ class StagingPool:
         return turn
 
     def _first(self, peer: str) -> Turn | None:
-        """Who waits for the longest among a peer's, and is told so."""
+        """Returns the turn that has waited longest among a peer's, and marks it as the first."""
         queue = self._queues.get(peer)
         while queue and queue[0].is_over:
             turn = queue.popleft()

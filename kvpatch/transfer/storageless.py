@@ -55,7 +55,7 @@ def shown(tensor: torch.Tensor, outermost: int = 0) -> torch.Tensor:
 
 
 def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:
-    """Some blocks in host memory, [block, the other dimensions]."""
+    """Copies some blocks to host memory, [block, the other dimensions]."""
     _begin(tensor)
     numbers = _numbers(tensor, blocks)
     found = tensor.index_select(dimension, numbers).cpu().movedim(dimension, 0)
@@ -134,7 +134,7 @@ class StoragelessCopies:
             as_integers(target).index_copy_(dimension, numbers, as_integers(found))
 
     def settle(self) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
 
 class StoragelessCaches:
@@ -188,7 +188,7 @@ class StoragelessCaches:
         return torch.device("cpu")
 
     def mark(self) -> None:
-        """Nothing: such a device does what it is told in turn."""
+        """Returns nothing: such a device does its work in the order in which it was queued."""
 
     def place(
         self, staging: torch.Tensor, placements: tuple[Placement, ...], after: None
@@ -233,10 +233,10 @@ class StoragelessCaches:
         store(tensor, dimension, touched, blocks)
 
     def settle(self) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
     def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
 
 def _renumbered(segments: Segments, blocks: Int64Array) -> Segments:

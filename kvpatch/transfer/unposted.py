@@ -95,5 +95,5 @@ class DirectRuns:
         )
 
     def _end_within(self, end_bytes: int) -> int:
-        """How many runs come to so many bytes, counted from the plan's first."""
+        """Counts the runs that come to so many bytes, from the plan's first."""
         return int(np.searchsorted(self._end_bytes, end_bytes, side="right"))
