@@ -189,7 +189,7 @@ class Alike:
 
 
 class _Rows(NamedTuple):
-    """Some tokens, as rows of the blocks that hold them; a token has one row or several.
+    """The rows of some tokens in the blocks that hold them; a token has one row or several.
 
     Attributes:
         ids: of the blocks.

@@ -78,7 +78,7 @@ class Digests:
 
 
 def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Extent, ...]:
-    """Tokens cut where a multiple of ``range_tokens`` is, so that both sides cut alike."""
+    """Cuts tokens at the multiples of ``range_tokens``, so that both sides cut alike."""
     borders = [*range(first_token - first_token % range_tokens, end_token, range_tokens), end_token]
     cut = [(max(start, first_token), end) for start, end in zip(borders, borders[1:], strict=False)]
     return tuple((start, end) for start, end in cut if start < end)
@@ -295,7 +295,7 @@ def _check_order(ranges: Sequence[Extent]) -> None:
 def _cells(
     told: Any, ranges: int, sums: UInt64Array, at: int
 ) -> tuple[dict[Name, Mapping[int, UInt64Array]], int]:
-    """By layer and content; and how many sums have been used by now."""
+    """Reads the cells by layer and content; returns them, and how many sums are used by now."""
     cells: dict[Name, Mapping[int, UInt64Array]] = {}
     for layer, content, heads in told:
         of_heads = {}
@@ -309,7 +309,7 @@ def _cells(
 
 
 def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
-    """Their ranges that lie in some tokens."""
+    """Returns the peer's ranges that lie within some tokens."""
     return tuple(
         (start, end)
         for start, end in theirs.digests.ranges

@@ -137,7 +137,7 @@ class DigestStream:
         return event
 
     def inside(self, after: Any = None) -> AbstractContextManager[Any]:
-        """While inside, what is made is made in the stream.
+        """Makes digests in the stream, while inside.
 
         Args:
             after: what :meth:`mark` returned; it comes after that.
@@ -153,14 +153,14 @@ class DigestStream:
 
 
 class CoveredCaches:
-    """One worker's.
+    """The caches of one worker that digests cover.
 
     Args:
-        tensors: by layer, where the caches lie.
-        planes: of all layers that peers read, or that are read into.
+        tensors: the caches by layer.
+        planes: the planes of all layers that peers read, or that are read into.
         groups: the layers of each block table.
         states: the pages of layers with recurrent state, where they lie.
-        rank: whose states these are.
+        rank: the rank that these states belong to.
     """
 
     def __init__(

@@ -89,11 +89,11 @@ class Order(NamedTuple):
 
 
 class DigestMaker:
-    """One worker's.
+    """The thread of one worker that makes digests.
 
     Args:
-        table: where digests are written down; by nobody else.
-        is_sample: whether they are of a sample of the tokens.
+        table: the table that digests are written to; nothing else writes to it.
+        is_sample: True if they are of a sample of the tokens.
     """
 
     def __init__(self, table: DigestTable, *, is_sample: bool) -> None:
@@ -174,14 +174,15 @@ class DigestMaker:
 
 @dataclass(frozen=True)
 class DigestChecks:
-    """One worker's.
+    """The checks of one worker's loads by digests.
 
     Attributes:
-        ours: the worker's geometry, and its block tables' layers.
-        covered: its caches; None where digests do not cover them.
-        table: where peers' digests land.
-        counts: what has become of loads.
-        is_sample: whether a sample of each is checked.
+        ours: the worker's geometry.
+        groups: the layers of each block table.
+        covered: the worker's caches; None where digests do not cover them.
+        table: the table that peers' digests are read into.
+        counts: the counts of loads by result.
+        is_sample: True if a sample of each load is checked.
     """
 
     ours: LocalGeometry
