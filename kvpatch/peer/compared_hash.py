@@ -42,7 +42,7 @@ class NamedPeers:
             self._accepted[threading.get_ident()] = named
 
     def accepted(self) -> Explanation | None:
-        """How the peer of this thread's handshake differs; None where it has our hash."""
+        """Returns how the peer of this thread's handshake differs; None if it has our hash."""
         return self._accepted.get(threading.get_ident())
 
 

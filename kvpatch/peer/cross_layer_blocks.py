@@ -262,7 +262,7 @@ def form_of(
 def listener_told(
     release: ReleaseWorker, restate: Callable[[Any], Any]
 ) -> AbstractContextManager[None]:
-    """While inside, a worker that answers handshakes itself (<= 0.11.0) restates its metadata."""
+    """Restates a worker's metadata, while inside, if it answers handshakes itself (<= 0.11.0)."""
     if release.facts.listens_in_scheduler:
         return nullcontext()
     listen = release.worker._nixl_handshake_listener

@@ -1,4 +1,4 @@
-"""How a worker says at the handshake that its blocks are cross-layer blocks.
+"""The statement in a handshake that a worker's blocks are cross-layer blocks.
 
 No release has a field for it. The layout's name carries it, which every release from
 0.11.1 on compares with its own, and the attention backend's, which those <= 0.12

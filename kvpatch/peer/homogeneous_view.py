@@ -157,7 +157,7 @@ def book_own_cut(
 
 
 def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractContextManager[None]:
-    """While inside, the worker compares its peer's layout with this one."""
+    """Makes the worker compare its peer's layout with this one, while inside."""
     return replaced(worker, kv_cache_layout=layout) if facts.states_layout else nullcontext()
 
 
@@ -188,7 +188,7 @@ def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int |
 def model_of_heads(
     worker: Any, facts: ReleaseFacts, heads: int | None
 ) -> AbstractContextManager[None]:
-    """While inside, the worker takes its model for one of so many heads; None for its own."""
+    """Makes the worker take its model for one of so many heads, while inside; None for its own."""
     if heads is None or not facts.topology:
         return nullcontext()
     values = {"total_num_kv_heads": heads}

@@ -113,7 +113,7 @@ class PeerReleases:
             self._answers[engine_id] = releases_by_answer(params)
 
     def of(self, engine_ids: Iterable[str]) -> dict[str, Releases]:
-        """By engine, where something is known of it."""
+        """Returns the releases of those engines that something is known of, by engine."""
         found = ((engine_id, self._answers.get(engine_id)) for engine_id in engine_ids)
         return {engine_id: releases for engine_id, releases in found if releases}
 
@@ -149,7 +149,7 @@ _GET = b"get_meta_msg"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a P listens."""
+    """The address at which a P listens."""
 
     host: str
     port: int

@@ -30,7 +30,7 @@ class Rest(NamedTuple):
 
 @dataclass(eq=False)
 class RemoteRank:
-    """One rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
+    """A rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
 
     metadata: AgentMetadata
     regions: tuple[Region, ...]

@@ -1,4 +1,4 @@
-"""Where a peer has the recurrent states of our layers."""
+"""The places of our layers' recurrent states at a peer."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class _SameKey:
 
 @contextmanager
 def _same_key_alone(context: zmq.Context[Any]) -> Iterator[None]:
-    """While inside, sockets of a context that listen under the key take no other one."""
+    """Makes sockets of a context that listen under the key take no other key, while inside."""
     import zmq
     from zmq.auth.thread import ThreadAuthenticator
 
