@@ -26,7 +26,7 @@ class Holds(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of cache.
+    """A kind of cache.
 
     Attributes:
         contents: of a block, in words, for refusals and docs.

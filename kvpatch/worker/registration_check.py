@@ -49,7 +49,7 @@ class _CheckedFirst(ObjectProxy):
         self._self_check: Callable[[], None] | None = check
 
     def check(self) -> None:
-        """Once."""
+        """Runs the check, the first time that it is called."""
         check, self._self_check = self._self_check, None
         if check is not None:
             check()

@@ -1,4 +1,4 @@
-"""All that kvpatch knows of one worker, and of one scheduler; it lives and ends with them.
+"""The state that kvpatch keeps of one worker or one scheduler; it lives and ends with them.
 
 It stands on the object that it belongs to, under one name, so that two engines of one process
 have nothing in common.
@@ -37,13 +37,13 @@ class _State:
         return installed_facts()
 
     def of(self, kind: type[_Kind]) -> _Kind:
-        """Its one object of a kind; made when it is first asked for."""
+        """Returns the one object of a kind; makes it at the first call."""
         found: _Kind | None = self.kept.get(kind)
         # Handshakes have threads of their own: one of two that ask wins.
         return self.kept.setdefault(kind, kind()) if found is None else found
 
     def held(self, kind: type[_Kind]) -> _Kind | None:
-        """Its object of a kind; None where it was neither asked for nor handed one."""
+        """Returns the object of a kind; None where there is none yet."""
         return self.kept.get(kind)
 
     def hold(self, value: object) -> None:
