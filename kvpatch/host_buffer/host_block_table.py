@@ -1,4 +1,4 @@
-"""Which host block holds which block of the device, and which requests wait for room.
+"""The table of which host block holds which block, and which requests wait for room.
 
 Pure: the worker copies what :meth:`HostBlockTable.save` returns, in the order of the steps.
 """

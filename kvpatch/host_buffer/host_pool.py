@@ -41,7 +41,7 @@ CANNOT = (
 def block_bytes(
     tensors: Mapping[str, torch.Tensor], block_dimensions: Mapping[str, int], blocks: int
 ) -> int:
-    """Bytes of one block over all layers; memory that layers share is counted once.
+    """Returns the bytes of one block over all layers; counts shared memory once.
 
     Args:
         block_dimensions: which of each tensor's dimensions counts blocks.
@@ -288,7 +288,7 @@ def _reclaimable_bytes(stat: Path) -> int:
 
 
 def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Zeroed host memory to copy to from a device, one-dimensional ``uint8``.
+    """Allocates zeroed host memory to copy to from a device, one-dimensional ``uint8``.
 
     Pinned as long as `owner` lives, where the device's framework can do that. Written to
     at once, so that memory that is not there is missed now and not in a request.

@@ -1,4 +1,4 @@
-"""P's scheduler: which blocks go to the host buffer, and under which number D finds them."""
+"""The host buffer in P's scheduler: which blocks go to it, and by which number D finds them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class StepSaves:
 
 
 def _unpickled(*values: Any) -> StepSaves:
-    """P's answers name host blocks, of which a worker without kvpatch knows nothing."""
+    """Returns a step's saves; fails in a process where the patch is off.
+
+    P's answers name host blocks, which only the patch knows.
+    """
     require("host_buffer")
     return StepSaves(*values)
 
@@ -66,7 +69,7 @@ class UsageLog:
         self._is_said = False
 
     def look(self, table: HostBlockTable) -> None:
-        """To be called whenever host blocks may have changed hands."""
+        """Logs the use of host blocks. The caller calls it whenever they may have changed hands."""
         is_used = bool(table.reserved or table.waiting)
         if is_used:
             now = self._clock()
@@ -110,7 +113,7 @@ class HostBufferScheduler:
 
     @property
     def table(self) -> HostBlockTable:
-        """Which host block holds which block.
+        """Returns the table of which host block holds which block.
 
         Raises:
             RegistrationRefused: the engine's scheduler has not been seen.
@@ -182,7 +185,7 @@ class HostBufferScheduler:
         return sum(group.needed(tokens) for group in self._groups)
 
     def _tokens(self, request: Any) -> int:
-        """That the request has blocks for, drafted ones included."""
+        """Counts the tokens that the request has blocks for, drafted ones included."""
         core = self._core() if self._core is not None else None
         drafted = 0 if core is None else int(core.num_lookahead_tokens)
         return tokens_to_compute(request) + drafted

@@ -31,7 +31,7 @@ _LOG = logging.getLogger("kvpatch.host_buffer")
 
 @dataclass(eq=False)
 class HostBuffer:
-    """One worker's buffer.
+    """The host buffer of one worker.
 
     Attributes:
         pool: whose tensors are registered.
@@ -157,7 +157,7 @@ def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
 
 @contextmanager
 def taken_for_host_memory(vllm_config: Any, facts: ReleaseFacts) -> Iterator[None]:
-    """While inside, a worker can be made for this device, whatever the release knows of it."""
+    """Lets a worker be made for this device, while inside, whatever the release knows of it."""
     from vllm.platforms import current_platform
 
     supported = supported_devices(facts)
