@@ -97,7 +97,7 @@ def inner_layout_of_axes(axes: Sequence[str]) -> InnerLayout:
 def dense_strides(
     axes: Sequence[Axis], extents: Mapping[Axis, int], channels: Sequence[int], item_bytes: int
 ) -> dict[Axis, int]:
-    """Bytes from one step to the next along each axis of a dense array.
+    """Returns the bytes from one step to the next along each axis of a dense array.
 
     Args:
         extents: of all axes but `kv` and `channel`.
@@ -211,12 +211,12 @@ class DenseBlocks:
 
 
 def row_bytes(planes: Sequence[Plane]) -> int:
-    """Bytes of one token of one head, in all contents of a layer."""
+    """Returns the bytes of one token of one head, in all contents of a layer."""
     return sum(plane.counts.channels * plane.item_bytes for plane in planes)
 
 
 def block_bytes(planes: Sequence[Plane]) -> int:
-    """Bytes of a layer's block, in all contents, without gaps."""
+    """Returns the bytes of a layer's block, in all contents, without gaps."""
     return sum(prod(plane.counts[1:]) * plane.item_bytes for plane in planes)
 
 

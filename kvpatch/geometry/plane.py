@@ -32,7 +32,7 @@ class Content(Enum):
 
 
 class Strides(NamedTuple):
-    """Bytes from one element to the next along each axis."""
+    """The bytes from one element to the next along each axis."""
 
     block: int
     head: int

@@ -62,12 +62,12 @@ class Numbers:
 
     @cached_property
     def end(self) -> int:
-        """One more than the highest."""
+        """Returns one more than the highest number."""
         return int(self.ids.max()) + 1
 
     @cached_property
     def steps(self) -> tuple[int, ...] | None:
-        """How far they are apart along each axis; None where that is not even, or backwards."""
+        """Returns the blocks' steps along each axis; None where they are uneven, or backwards."""
         ids, first = self.ids, int(self.ids.flat[0])
         even, steps = np.int64(first), []
         for axis, size in enumerate(ids.shape):

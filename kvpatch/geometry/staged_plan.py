@@ -22,7 +22,7 @@ from kvpatch.geometry.token_tiles import copies_in_tiles
 
 @dataclass(frozen=True)
 class Share:
-    """One cache group's part of a request: which tokens, through which overlaps."""
+    """A cache group's part of a request: which tokens, through which overlaps."""
 
     segments: Segments
     overlaps: tuple[Overlap, ...]
