@@ -79,7 +79,7 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Site:
-    """One method that a patch wraps, on the class that defines it; or a module's function.
+    """A method that a patch wraps, on the class that defines it; or a module's function.
 
     Attributes:
         module: the module that defines the class, or that calls the function by its own name.
@@ -104,7 +104,7 @@ class Site:
 
     @property
     def name_in_module(self) -> str:
-        """Its name with that of its class, if it has one."""
+        """Returns the site's name with that of its class, if it has one."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
 
 
@@ -117,7 +117,7 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """One problem, solved.
+    """A patch: it solves one problem.
 
     Attributes:
         slug: its name in ``KVPATCH_DISABLE``, logs and docs.
@@ -139,13 +139,13 @@ class Patch:
 
 @dataclass(eq=False)
 class _Change:
-    """One thing that was set.
+    """A wrapper that was set.
 
     Attributes:
-        parts: of a shared function, those that are on; None of a wrapper.
-        enabled: something while a wrapper is on, and nothing in one that could not be taken out
-            and does nothing: wrapt looks whether a list is empty in a tenth of the time that it
-            takes to ask a function, at every call.
+        parts: the parts that are on, in a function that patches share; None for a wrapper.
+        enabled: non-empty while a wrapper is on; empty in one that could not be taken out. It is a
+            list because wrapt tests a list, at every call, ten times faster than it calls a
+            function.
     """
 
     slug: str

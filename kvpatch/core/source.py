@@ -153,7 +153,7 @@ def _parsed(cut: str, margin: str) -> ast.stmt | None:
 
 
 def _places(text: str, start: str) -> list[int]:
-    """Where lines begin with `start`, as a word."""
+    """Returns the positions where lines begin with `start`, as a whole word."""
     found, at = [], text.find(start)
     while at >= 0:
         behind = text[at + len(start) : at + len(start) + 1]
