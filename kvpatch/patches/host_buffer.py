@@ -67,7 +67,7 @@ def _worker_init(
 
 
 def _save(connector: Any, _: Any) -> None:
-    """Once vLLM has waited for its own."""
+    """Saves a step's blocks, once vLLM has waited for its own saves."""
     buffer = _buffer_of(connector)
     copies = None if buffer is None else message_on(connector._connector_metadata).get(SAVES)
     if buffer is not None and copies is not None:
