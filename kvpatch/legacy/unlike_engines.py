@@ -41,7 +41,7 @@ _LOG = logging.getLogger("kvpatch.stale_blocks")
 
 
 def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractContextManager[None]:
-    """While inside, a worker that starts to answer handshakes adds P's statement to its answers."""
+    """Adds P's statement to the answers of a worker that starts to answer, while inside."""
     if own.cache is None or not can_read(release, own):
         return nullcontext()
     layers, _, key_order = own.cache
