@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Checked(Protocol):
-    """One read of a load; its verdict is None where it knows nothing, or not yet."""
+    """A read of a load; its verdict is None where it knows nothing, or not yet."""
 
     verdict: CheckResult | None
 
@@ -56,7 +56,7 @@ class _Load:
 
 
 class Book:
-    """One worker's, or one scheduler's.
+    """The samples of one worker, or of one scheduler.
 
     Handshakes have threads of their own, and one thread takes everything out: no lock is needed.
     """
@@ -92,7 +92,7 @@ class Book:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """While inside, what kvpatch refuses is booked."""
+        """Counts each refusal of kvpatch's, while inside."""
         try:
             yield
         except KvpatchError as error:
@@ -135,7 +135,7 @@ class Book:
             self.add(metric, loads, label)
 
     def take(self) -> list[Sample]:
-        """All that is booked, which it forgets; on the engine's thread."""
+        """Returns all samples and forgets them. For the engine's thread."""
         self._is_asked = True
         taken = []
         while self._samples:
