@@ -42,7 +42,7 @@ def disable() -> None:
 
 
 def status() -> Status:
-    """What this process has: vLLM's release and generation, and a row per patch."""
+    """Returns the status of this process: vLLM's release and generation, and a row per patch."""
     from kvpatch.session import SESSION
 
     return SESSION.status()

@@ -90,7 +90,7 @@ def made_table(worker: Any, kind: type[_Table], log: Logger, lost: str) -> _Tabl
 
 
 class Patience:
-    """How often an answer of a peer is polled for before it is given up; a pause apart or more.
+    """The number of polls for a peer's answer before the reader gives up; a pause apart or more.
 
     A poll of the engine's steps, which may be long, counts for several.
     """
@@ -199,7 +199,7 @@ def is_still_to_come(found: int, generation: int) -> bool:
 
 
 class HoldTable(PeerTable):
-    """One worker's holds, and the words of its peers that it reads."""
+    """The table of one worker's holds, with room for the words of peers that it reads."""
 
     size_bytes = TABLE_BYTES
     landings = range(_SLOTS, _SLOTS + _LANDINGS)
@@ -254,7 +254,7 @@ class HoldTable(PeerTable):
 
 
 def word_address(table: int, generation: int) -> int:
-    """Where a hold stands in a peer's table that begins at an address."""
+    """Returns the address of a hold's word in a peer's table that begins at an address."""
     return table + _slot(generation) * WORD_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What every other part stands on: facts of releases, settings, errors, status, the ledger.
+"""The base of every other part: facts of releases, settings, errors, status, the ledger.
 
 Imports nothing else of kvpatch, and neither vllm nor torch.
 """

@@ -37,7 +37,7 @@ def is_theirs(name: str, attribute: object) -> bool:
 
 
 def original_of(owner: type, name: str) -> Any:
-    """What kvcached's replacement on a class has replaced; None where it is not kept there."""
+    """Returns the attribute that kvcached's replacement on a class replaced; None if it is lost."""
     attribute = vars(owner).get(name)
     if not is_theirs(name, attribute):
         return None

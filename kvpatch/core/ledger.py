@@ -79,7 +79,7 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Site:
-    """One method that a patch wraps, on the class that defines it; or a module's function.
+    """A method that a patch wraps, on the class that defines it; or a module's function.
 
     Attributes:
         module: the module that defines the class, or that calls the function by its own name.
@@ -104,7 +104,7 @@ class Site:
 
     @property
     def name_in_module(self) -> str:
-        """Its name with that of its class, if it has one."""
+        """Returns the site's name with that of its class, if it has one."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
 
 
@@ -117,7 +117,7 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """One problem, solved.
+    """A patch: it solves one problem.
 
     Attributes:
         slug: its name in ``KVPATCH_DISABLE``, logs and docs.
@@ -139,13 +139,13 @@ class Patch:
 
 @dataclass(eq=False)
 class _Change:
-    """One thing that was set.
+    """A wrapper that was set.
 
     Attributes:
-        parts: of a shared function, those that are on; None of a wrapper.
-        enabled: something while a wrapper is on, and nothing in one that could not be taken out
-            and does nothing: wrapt looks whether a list is empty in a tenth of the time that it
-            takes to ask a function, at every call.
+        parts: the parts that are on, in a function that patches share; None for a wrapper.
+        enabled: non-empty while a wrapper is on; empty in one that could not be taken out. It is a
+            list because wrapt tests a list, at every call, ten times faster than it calls a
+            function.
     """
 
     slug: str
@@ -168,7 +168,7 @@ class _Change:
 
 @dataclass
 class Ledger:
-    """What has been set, so that it can be undone, and never set twice."""
+    """The wrappers that are set, so that they can be undone and are never set twice."""
 
     _changes: list[_Change] = field(default_factory=list)
 
@@ -317,7 +317,7 @@ def _bound(wrapper: Wrapper) -> Callable[..., Any]:
 
 
 def _as_function(target: Any) -> Method:
-    """What can be called with the object first: a wrapper of somebody's binds itself to it."""
+    """Returns a function that takes the object first; other plugins' wrappers bind themselves."""
     if type(target) is FunctionType:  # as a wrapper says of itself that it is
         return target
 
@@ -375,7 +375,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, 
 
 
 def _not_found(owner: type | ModuleType, site: Site) -> tuple[str, str]:
-    """What was expected where there is no such method or function, and what was found."""
+    """Describes a missing method or function: what was expected, and what was found."""
     if isinstance(owner, ModuleType):
         return f"a function {site.name} in {site.module}", "none"
     holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
@@ -417,7 +417,7 @@ def _module(site: Site) -> ModuleType:
 
 
 def kind_of(attribute: object) -> str:
-    """What an entry of a class's own dictionary is, by :data:`Kind`'s names."""
+    """Returns the kind of an entry of a class's own dictionary, by the names of :data:`Kind`."""
     if isinstance(attribute, classmethod):
         return "classmethod"
     if isinstance(attribute, staticmethod):

@@ -30,7 +30,7 @@ _MISSING: Any = object()
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """While inside, these attributes of an object have other values."""
+    """Gives these attributes of an object other values, while inside."""
     held = vars(owner)
     before = {name: held.get(name, _MISSING) for name in values}
     for name, value in values.items():

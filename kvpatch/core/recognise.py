@@ -39,7 +39,7 @@ class Known(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Known:
-        """As :meth:`__str__` writes it."""
+        """Reads the text that :meth:`__str__` writes."""
         fingerprint, _, slugs = text.partition(" @ ")
         return cls(fingerprint, tuple(slugs.split()))
 
@@ -112,7 +112,10 @@ def _moved(source: Source, facts: ReleaseFacts) -> Iterator[_Moved]:
 
 @cache
 def tables() -> dict[str, dict[Code, Known]]:
-    """What kvpatch leans on in each release; the file has what each changed against the last."""
+    """Reads the definitions that kvpatch leans on in each release.
+
+    The file has each release's changes against the one before.
+    """
     tables: dict[str, dict[Code, Known]] = {}
     table: dict[Code, Known] = {}
     changes: dict[str, dict[str, dict[str, str | None]]] = json.loads(DATA.read_text())

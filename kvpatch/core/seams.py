@@ -81,7 +81,7 @@ worker_stats = _at(_WORKER, "get_kv_connector_stats")
 
 
 def transfer_results(facts: ReleaseFacts) -> Site:
-    """As :func:`worker_get_finished`, where the release first knows it."""
+    """Returns the site where a worker reports sent and received requests, on this release."""
     name = "get_transfer_results" if facts.failed_loads == "as failed" else "get_finished"
     return _site(facts.worker, name)
 
@@ -116,7 +116,7 @@ def handshake_listener(facts: ReleaseFacts) -> Site:
 
 
 def side_channel_sockets(facts: ReleaseFacts) -> tuple[Site, ...]:
-    """What makes the sockets of the side channel, as workers and the scheduler call it."""
+    """Returns the sites that make the side channel's sockets, in workers and in the scheduler."""
     modules = dict.fromkeys((facts.worker.module, facts.scheduler.module))
     return tuple(
         Site(module, "", "zmq_ctx", "function", ("socket_type", "addr")) for module in modules

@@ -67,7 +67,7 @@ _READERS: dict[str, Callable[[], object]] = {}
 
 
 def _choice(name: str, *choices: str) -> Callable[[], str]:
-    """One of the choices, the first where nothing is set."""
+    """Returns one of the choices; the first where nothing is set."""
 
     def read() -> str:
         return _checked(name, os.environ.get(name, "").lower() or choices[0], choices)
@@ -76,7 +76,7 @@ def _choice(name: str, *choices: str) -> Callable[[], str]:
 
 
 def _declared(name: str, *choices: str) -> Callable[[], str | None]:
-    """One of the choices, None where nothing is set."""
+    """Returns one of the choices; None where nothing is set."""
 
     def read() -> str | None:
         value = os.environ.get(name, "")
@@ -239,7 +239,7 @@ progress = _choice(PROGRESS, "auto", "step")
 
 
 def peer_block_size() -> int | None:
-    """Tokens of a block of every P, as the operator declares them; None where unset."""
+    """Returns the tokens of a block of every P, as the operator declares them; None where unset."""
     value = os.environ.get(PEER_BLOCK_SIZE, "")
     if not _is_count(value):
         raise _settings_error(
@@ -322,12 +322,12 @@ def set_variables(given: Mapping[str, str]) -> None:
 
 
 def to_copy() -> tuple[str, ...]:
-    """What of this process's variables every process of an engine must have."""
+    """Returns the variables of this process that every process of an engine must have."""
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
 
 
 def errors() -> list[str]:
-    """One sentence for every variable whose value kvpatch cannot take."""
+    """Returns a sentence for every variable whose value kvpatch cannot take."""
     from kvpatch.core.errors import SettingsError
 
     found = []
@@ -340,7 +340,7 @@ def errors() -> list[str]:
 
 
 def complaints(slugs: Iterable[str]) -> list[str]:
-    """One sentence for every variable or slug that nobody reads, with the nearest real one."""
+    """Returns a sentence for every unknown variable or slug, with the nearest known one."""
     found = []
     for name in sorted(os.environ):
         if name.startswith("KVPATCH_") and name not in NAMES + TOOLING:

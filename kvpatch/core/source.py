@@ -153,7 +153,7 @@ def _parsed(cut: str, margin: str) -> ast.stmt | None:
 
 
 def _places(text: str, start: str) -> list[int]:
-    """Where lines begin with `start`, as a word."""
+    """Returns the positions where lines begin with `start`, as a whole word."""
     found, at = [], text.find(start)
     while at >= 0:
         behind = text[at + len(start) : at + len(start) + 1]
@@ -211,7 +211,7 @@ def _describe(node: object, pieces: list[str]) -> None:
 
 
 def _statements(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.stmt]:
-    """What a definition is made of, without its docstring; of a class without its methods."""
+    """Returns a definition's statements without its docstring, and a class's without methods."""
     body = node.body[ast.get_docstring(node, clean=False) is not None :]
     if isinstance(node, ast.ClassDef):
         return [n for n in body if not isinstance(n, _DEFINITIONS)]

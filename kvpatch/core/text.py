@@ -1,4 +1,4 @@
-"""What a client or a peer sent, as it may stand in a message or a log."""
+"""The form in which a client's or a peer's text may stand in a message or a log."""
 
 from __future__ import annotations
 

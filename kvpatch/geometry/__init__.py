@@ -1,4 +1,4 @@
-"""What a KV cache looks like and which bytes go where: pure arithmetic.
+"""The geometry of a KV cache and which bytes go where: pure arithmetic.
 
 Imports neither torch nor vllm. A cache is a strided array; a ``Plane`` is one kind of content of
 one layer of it; a plan is a list of byte runs between two sets of planes.
@@ -6,12 +6,12 @@ one layer of it; a plan is a list of byte runs between two sets of planes.
 The parts, in the order in which a read uses them:
 
 ``tensor_facts``        a tensor's shape, strides, place and memory, without torch
-``dimension_order``     what each dimension of a tensor means
-``layout_strides``      what strides each layout has
+``dimension_order``     the meaning of each dimension of a tensor
+``layout_strides``      the strides of each layout
 ``plane``               one kind of content of one layer, and some heads of it
 ``planes_of_tensors``   the planes of a tensor
 ``cross_layer_blocks``  blocks that hold all layers, and the order of these
-``region_slices``       what of a peer's regions holds which heads
+``region_slices``       the part of a peer's regions that holds certain heads
 ``segments``            which tokens of which blocks, on both sides
 ``plane_copies``        strided copies between two planes, and whether segments stay inside
 ``token_tiles``         segments by the tiles that a side's tokens lie in

@@ -31,7 +31,7 @@ LAYER_AXES: tuple[Axes, ...] = (NHD, HND, PACKED_NHD, PACKED_HND, WITHOUT_HEADS)
 
 @dataclass(frozen=True)
 class CrossLayerBlocks:
-    """Where the blocks of one allocation lie, one behind the other.
+    """The places of one allocation's blocks, which lie one behind the other.
 
     Attributes:
         layers: as they follow one another in a block.
@@ -112,7 +112,7 @@ def shares_place(first: Sequence[Plane], other: Sequence[Plane], axes: Axes) -> 
 
 
 def layer_axes(planes: Sequence[Plane]) -> Axes:
-    """How a layer lies in a block, by its strides.
+    """Returns the order in which a layer lies in a block, by its strides.
 
     Raises:
         UnreadableGeometry: in no way that is known here.

@@ -1,4 +1,4 @@
-"""What each dimension of a cache tensor means."""
+"""The meaning of each dimension of a cache tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class KeyOrder(Enum):
-    """How the keys of one block and head lie; values are [token, channel] but for tiles."""
+    """The order of the keys of one block and head; values are [token, channel] but for tiles."""
 
     ROW_MAJOR = "[token, channel]"
     COLUMN_MAJOR = "[channel, token]"

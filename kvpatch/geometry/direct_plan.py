@@ -30,7 +30,7 @@ MOST_RUNS = 65_536
 
 @dataclass(frozen=True)
 class Plan:
-    """Byte runs to copy.
+    """The byte runs to copy.
 
     No byte is written twice, provided that no two local planes share memory: layers that
     share a tensor have blocks of their own, so a plan each. Runs that touch on both

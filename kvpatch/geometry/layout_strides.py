@@ -1,4 +1,4 @@
-"""What strides a layout has: the one place that works them out.
+"""The strides of each layout: the one place that works them out.
 
 A layout is an order of axes, from the outermost to the innermost, densely packed. The blocks of
 a registered tensor, a peer's regions and cross-layer blocks are all made of dense pieces: a
@@ -71,7 +71,7 @@ def block_axes(layout: str) -> Axes:
 
 
 def inner_layout(layout: str | None) -> InnerLayout | None:
-    """What a layer's block looks like inside, by a layout's name.
+    """Returns the order inside a layer's block, by a layout's name.
 
     A head's tokens are neighbours in HND, a token's heads in NHD. None for a name that is not
     known here, and where a layer's block is not in one piece of its own.
@@ -82,7 +82,7 @@ def inner_layout(layout: str | None) -> InnerLayout | None:
 
 
 def layer_by_layer(inner: InnerLayout, like: str) -> str:
-    """The name of a layout whose layers are apart, as a release calls it that calls one `like`."""
+    """Returns the name of a layout with layers apart, as the release that says `like` calls it."""
     if like in ("HND", "NHD"):
         return inner
     return "LBHNC" if inner == "HND" else "LBNHC"
@@ -97,7 +97,7 @@ def inner_layout_of_axes(axes: Sequence[str]) -> InnerLayout:
 def dense_strides(
     axes: Sequence[Axis], extents: Mapping[Axis, int], channels: Sequence[int], item_bytes: int
 ) -> dict[Axis, int]:
-    """Bytes from one step to the next along each axis of a dense array.
+    """Returns the bytes from one step to the next along each axis of a dense array.
 
     Args:
         extents: of all axes but `kv` and `channel`.
@@ -211,12 +211,12 @@ class DenseBlocks:
 
 
 def row_bytes(planes: Sequence[Plane]) -> int:
-    """Bytes of one token of one head, in all contents of a layer."""
+    """Returns the bytes of one token of one head, in all contents of a layer."""
     return sum(plane.counts.channels * plane.item_bytes for plane in planes)
 
 
 def block_bytes(planes: Sequence[Plane]) -> int:
-    """Bytes of a layer's block, in all contents, without gaps."""
+    """Returns the bytes of a layer's block, in all contents, without gaps."""
     return sum(prod(plane.counts[1:]) * plane.item_bytes for plane in planes)
 
 

@@ -1,4 +1,4 @@
-"""Where a peer's regions overlap our planes, worked out once for a peer; and how to read them.
+"""The overlap of a peer's regions with our planes, worked out once for a peer; and how to read it.
 
 Direct posts one run for every stretch that is contiguous on both sides. Staged posts one for every
 remote block and copies each wanted byte once more.
@@ -118,7 +118,7 @@ def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[Staged
 
 
 def _block_extent_bytes(copy: Copy) -> int:
-    """From a copy's first item in a remote block to the end of its last."""
+    """Returns the bytes from a copy's first item in a remote block to the end of its last."""
     axes = [(axis.size, axis.remote_stride) for axis in copy.strides.inner]
     return extent_bytes((*copy.remote.token_axes, *axes), copy.strides.item_bytes)
 

@@ -19,7 +19,7 @@ _END_OF_ADDRESSES = 2**63 - 1
 
 
 class Content(Enum):
-    """What the elements of a plane are; only like contents are ever copied."""
+    """The kind of content that a plane's elements have; only like contents are ever copied."""
 
     KEY = "key"
     VALUE = "value"
@@ -32,7 +32,7 @@ class Content(Enum):
 
 
 class Strides(NamedTuple):
-    """Bytes from one element to the next along each axis."""
+    """The bytes from one element to the next along each axis."""
 
     block: int
     head: int
@@ -216,7 +216,7 @@ def planes_without(planes: Iterable[Plane], heads: Collection[HeadName]) -> list
 
 
 def planes_of_heads(plane: Plane, heads: Collection[int]) -> list[Plane]:
-    """Those of a plane's heads that are among some; several planes where these have gaps."""
+    """Returns a plane's heads that are among `heads`; several planes where these have gaps."""
     wanted = [head for head in range(plane.first_head, plane.end_head) if head in heads]
     if len(wanted) == plane.counts.heads:
         return [plane]

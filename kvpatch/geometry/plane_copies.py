@@ -1,4 +1,4 @@
-"""Where planes of two engines overlap: by layer, content and global head.
+"""The overlap of two engines' planes: by layer, content and global head.
 
 What overlaps is copied; how that copy is strided on both sides, without saying which
 tokens it takes, is a :class:`Copy`. Segments say which; they have to stay inside the planes.
@@ -26,13 +26,14 @@ class CopyAxis(NamedTuple):
 
 
 class CopyTile(NamedTuple):
-    """Of a copy of which a side is tiled: how tokens lie inside a tile.
+    """The order of tokens inside a tile, for a copy of which one side or both are tiled.
 
     The side that is not tiled is stepped through in as many tokens.
 
     Attributes:
+        tokens: the tokens of a tile.
         remote_step, local_step: bytes from one token to the next.
-        is_remote, is_local: which side is tiled.
+        is_remote, is_local: True if that side is tiled.
     """
 
     tokens: int
@@ -43,7 +44,7 @@ class CopyTile(NamedTuple):
 
 
 class CopyStrides(NamedTuple):
-    """How a copy is strided on both sides, without saying where: what layers share.
+    """The strides of a copy on both sides, without its addresses: layers share them.
 
     ``block`` and ``token`` are stepped by segments; ``inner`` (heads, channels, and keys
     and values where they are copied together) is walked whole. Where there is a ``tile``, ``token``
@@ -59,7 +60,7 @@ class CopyStrides(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """From one remote to one local plane, or a pair of them, within a range of heads."""
+    """A copy from one remote to one local plane, or a pair of them, within a range of heads."""
 
     remote: Plane
     local: Plane
@@ -181,7 +182,7 @@ def _channel_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, ...]:
 
 
 def _tile_size(remote: Plane, local: Plane, axis: Literal["tokens", "channels"]) -> int | None:
-    """Of the tiles of either side; None where neither is tiled."""
+    """Returns the size of either side's tiles; None where neither side is tiled."""
     sizes = {getattr(plane.tile, axis) for plane in (remote, local) if plane.tile is not None}
     if len(sizes) > 1:
         raise UnplannableCopy(f"expected tiles of one size, found {remote} and {local}")
@@ -230,7 +231,7 @@ def _inside_block(plane: Plane) -> tuple[int | None, ...]:
 
 
 def _fused(keys: Copy, values: Copy) -> Copy | None:
-    """Both as one copy where they lie alike on each side; None where they do not.
+    """Joins two copies where they lie alike on each side; None where they do not.
 
     Without this, packed caches of one layout would be copied a row at a time. Values
     before their keys are left apart: walked in turns, a block's values and the next
@@ -283,7 +284,7 @@ def contiguous(
 
 
 def contiguous_bytes(strides: CopyStrides, tokens: int) -> int:
-    """Bytes of one run of a segment of so many tokens, or of its whole tiles."""
+    """Returns the bytes of one run of a segment of so many tokens, or of its whole tiles."""
     tile = strides.tile
     if tile is None:
         return contiguous(strides, tokens)[0]
@@ -293,7 +294,7 @@ def contiguous_bytes(strides: CopyStrides, tokens: int) -> int:
 
 
 class Reach(NamedTuple):
-    """How far segments go on one side: past the last block, past the last token of a block."""
+    """The reach of segments on one side: past the last block, past the last token of a block."""
 
     side: str
     lowest: int

@@ -54,7 +54,7 @@ class _Reading:
         )
 
     def check(self) -> None:
-        """What holds for every order: dimensions, sizes, strides, storage."""
+        """Checks the rules that hold for every order: dimensions, sizes, strides, storage."""
         facts, names = self.facts, self.order.dimensions
         if not len(facts.shape) == len(facts.strides) == len(names):
             self.refuse(
@@ -145,7 +145,7 @@ class _Reading:
         return tuple(found)
 
     def state(self) -> Plane:
-        """One run of opaque elements per block, as a block of one token."""
+        """Reads one run of opaque elements per block, as a block of one token."""
         item = self.facts.item_bytes
         block = self.order.dimensions.index("block")
         inner = [
@@ -224,7 +224,7 @@ class _Reading:
         return self.facts.shape[self.order.dimensions.index(name)]
 
     def stride(self, name: str) -> int:
-        """In bytes; 0 for a dimension that the tensor lacks."""
+        """Returns a dimension's stride in bytes; 0 for a dimension that the tensor lacks."""
         if name not in self.order.dimensions:
             return 0
         return self.facts.strides[self.order.dimensions.index(name)] * self.facts.item_bytes

@@ -1,4 +1,4 @@
-"""Which slices of a peer's regions hold which layers, by the name of its layout (from 0.29).
+"""The slices of a peer's regions that hold each layer, by the name of its layout (from 0.29).
 
 What a region is, the connector decides by what is in one piece: a layer; a head of a layer,
 where heads are outside blocks; or a cross-layer block, where a layer's part of it is not in
@@ -16,7 +16,7 @@ from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 
 @dataclass(frozen=True, order=True)
 class LayerSizes:
-    """One layer's cache at the peer.
+    """The sizes of one layer's cache at the peer.
 
     Attributes:
         row_bytes: of one token of one head, keys and values together.
@@ -29,7 +29,7 @@ class LayerSizes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of this layer."""
+        """Returns the bytes of a block of this layer."""
         return self.tokens * self.heads * self.row_bytes
 
 
@@ -50,10 +50,10 @@ class RegionSlice:
 
 @dataclass(frozen=True)
 class Regions:
-    """What a peer states of its regions.
+    """The regions that a peer states.
 
     Attributes:
-        block_bytes: of each region.
+        block_bytes: the bytes of a block in each region.
         names: the layer that each region is named after; None where it is not stated.
     """
 

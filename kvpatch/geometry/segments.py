@@ -62,12 +62,12 @@ class Numbers:
 
     @cached_property
     def end(self) -> int:
-        """One more than the highest."""
+        """Returns one more than the highest number."""
         return int(self.ids.max()) + 1
 
     @cached_property
     def steps(self) -> tuple[int, ...] | None:
-        """How far they are apart along each axis; None where that is not even, or backwards."""
+        """Returns the blocks' steps along each axis; None where they are uneven, or backwards."""
         ids, first = self.ids, int(self.ids.flat[0])
         even, steps = np.int64(first), []
         for axis, size in enumerate(ids.shape):
@@ -117,7 +117,7 @@ class Segments:
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """What others have worked out of these, which many copies ask for."""
+        """Returns the values that callers have derived from these segments; copies share them."""
         return {}
 
     @cached_property
@@ -249,7 +249,7 @@ def pair_blocks(remote: BlockList, local: BlockList, first_token: int, end_token
 
 
 def uncovered_tail(local: BlockList, end_token: int) -> Segments:
-    """What lies behind the last token in the local blocks, to be zeroed.
+    """Returns the local blocks' bytes behind the last token, which are to be zeroed.
 
     Both sides of each segment are the local block. Tokens before a transfer are not
     listed: a prefix hit put them there.

@@ -22,7 +22,7 @@ from kvpatch.geometry.token_tiles import copies_in_tiles
 
 @dataclass(frozen=True)
 class Share:
-    """One cache group's part of a request: which tokens, through which overlaps."""
+    """A cache group's part of a request: which tokens, through which overlaps."""
 
     segments: Segments
     overlaps: tuple[Overlap, ...]
@@ -140,7 +140,7 @@ class _Blocks:
         return self.known[first, end]
 
     def runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
-        """What is read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
+        """Returns the bytes to read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
         key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
         if key not in self.known_runs:
             self.known_runs[key] = self._runs(first, end, span)

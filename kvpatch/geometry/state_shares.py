@@ -58,7 +58,7 @@ class SharedState:
     parts: tuple[Part, ...]
 
     def size_bytes(self, rank: Rank) -> int:
-        """Of a rank's share.
+        """Returns the bytes of a rank's share.
 
         Raises:
             UnplannableCopy: so many ranks cannot have equal shares.
@@ -75,10 +75,10 @@ class StateRun(NamedTuple):
 
 
 def shared_runs(states: Sequence[SharedState], remote: Rank, local: Rank) -> tuple[StateRun, ...]:
-    """What of a remote rank's states a local rank takes, where states follow one another.
+    """Returns the bytes of a remote rank's states that a local rank takes; states lie in sequence.
 
-    Over all remote ranks it is every byte of the local one's, once: a part that each of them has is
-    taken from the first one that is read for its other parts.
+    All remote ranks together give every byte of the local rank once. A part that several remote
+    ranks have is taken from the first one that is read for its other parts.
 
     Raises:
         UnplannableCopy: one side's ranks cannot have equal shares.

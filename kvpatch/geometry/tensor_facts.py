@@ -32,7 +32,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor's place and shape, as its framework states them.
+    """The place and shape of one tensor, as its framework states them.
 
     Nothing is checked here: :func:`~kvpatch.geometry.planes_of_tensors.read_planes` does that, and
     knows the layer's name to put into its refusal.
@@ -56,7 +56,7 @@ class TensorFacts:
 
     @property
     def elements(self) -> int:
-        """How many elements the shape counts, whatever the strides say."""
+        """Counts the elements of the shape, whatever the strides say."""
         product = 1
         for size in self.shape:
             product *= size
@@ -64,7 +64,7 @@ class TensorFacts:
 
 
 def extent_bytes(axes: Iterable[tuple[int, int]], item_bytes: int) -> int:
-    """Bytes from the first to past the last element of ``(size, stride_bytes)`` axes.
+    """Returns the bytes from the first to past the last element of ``(size, stride_bytes)`` axes.
 
     Does not validate: sizes are at least 1, strides at least 0.
     """

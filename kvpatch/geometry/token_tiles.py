@@ -101,7 +101,7 @@ def _parts(segments: Segments, tile: CopyTile) -> Iterator[TilePart]:
 
 
 def _pieces(segments: Segments, tile: CopyTile) -> _Pieces:
-    """What lies before the first whole tile of a segment, its whole tiles, and what is left."""
+    """Splits segments into the part before the first whole tile, the whole tiles, and the rest."""
     size, tokens = tile.tokens, segments.tokens
     offset = segments.local_offset if tile.is_local else segments.remote_offset
     # Where both sides are tiled, and not in step, no token has its neighbour beside it on both.

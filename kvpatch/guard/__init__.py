@@ -1,1 +1,1 @@
-"""What clients and peers may send."""
+"""The limits on what clients and peers may send."""

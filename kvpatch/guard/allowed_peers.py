@@ -1,4 +1,4 @@
-"""Where a client can make D connect: what ``KVPATCH_ALLOWED_PEERS`` lists.
+"""The peers that a client may make D connect to: the list in ``KVPATCH_ALLOWED_PEERS``.
 
 A name is compared with names and an address with networks, and nothing is looked up: what a
 name stands for when it is checked need not be what it stands for when it is connected to. So
@@ -28,7 +28,7 @@ _WITH_PORTS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5})(?:-(\d{1,5}))?)?"
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the list.
+    """An entry of the list.
 
     Attributes:
         network: of addresses; None for a name.
@@ -56,7 +56,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class AllowedPeers:
-    """All entries; none of them for any peer, as in stock vLLM."""
+    """The entries of the list; an empty list allows any peer, as stock vLLM does."""
 
     entries: tuple[Entry, ...]
 
@@ -66,7 +66,7 @@ class AllowedPeers:
 
 
 def allowed_peers() -> AllowedPeers:
-    """What the variable lists.
+    """Returns the peers that the variable lists.
 
     Raises:
         SettingsError: an entry is no network and no name.

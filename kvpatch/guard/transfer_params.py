@@ -1,13 +1,13 @@
-"""What a client sends as ``kv_transfer_params``: normalized and checked before the release sees it.
+"""The checks of ``kv_transfer_params``, which a client sends, before the release sees them.
 
-The release takes these fields for what its own P made of them: a missing one, a text for a
-number, an id of 10**20 end its engine, here or two processes on. Checked are types, ranges,
-lengths and what has to be there, of the fields that this release reads. Everything passes where
-nothing would be loaded. What a field says is not proven by this: who may send requests may name
-any block of any peer that D can reach (docs/explanation/security.md).
+The release takes these fields to come from its own P. A missing field, a text for a number or an
+id of 10**20 ends its engine, here or two processes on. kvpatch checks types, ranges, lengths and
+required fields, of the fields that this release reads. It lets everything pass where nothing
+would be loaded. These checks do not prove that a field is true: a client that may send requests
+may name any block of any peer that D can reach (docs/explanation/security.md).
 
-Proxies with types of their own send null for fields that P did not send, and texts or floats for
-numbers. What has one meaning is taken for that.
+Some proxies have types of their own. They send null for fields that P did not send, and texts or
+floats for numbers. kvpatch normalizes values that have only one meaning.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _NOT_READS = ("HB:", "PUSH_REG:")
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request's parameters are held against.
+    """The limits that a request's parameters are checked against.
 
     Attributes:
-        max_model_len: that a prompt of this engine may have.
-        is_push: whether P writes, so that no blocks of its are named (from 0.24).
-        allows_peer: whether D may connect to a host and a port.
+        max_model_len: the most tokens that a prompt of this engine may have.
+        is_push: True if P writes, so that the request names no blocks of P's (from 0.24).
+        allows_peer: True if D may connect to a host and a port.
     """
 
     max_model_len: int

@@ -1,4 +1,4 @@
-"""Where a block's bytes lie in a storage, and where a host block's do in the storage's copy.
+"""The places of a block's bytes in a storage, and of a host block's in the storage's copy.
 
 Pure. A block's bytes in one storage are a few rows: all of them where blocks are
 outermost; one for keys and one for values where those are apart; one a layer, or one a
@@ -27,7 +27,7 @@ _WIDEST_BYTES = 8
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """One layer's tensor in a storage; sizes and strides in elements.
+    """A layer's tensor in a storage; sizes and strides in elements.
 
     Attributes:
         offset_bytes: of the first element, in the storage.
@@ -57,7 +57,7 @@ class BlockTensor:
         )
 
     def row_bytes(self) -> int:
-        """Of one block under one index of the outer dimensions, gaps included."""
+        """Returns the bytes of one block under one index of the outer dimensions, gaps included."""
         axes = [
             (self.parts if dimension == self.block_dimension else size, stride * self.item_bytes)
             for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))

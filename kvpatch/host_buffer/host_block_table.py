@@ -1,4 +1,4 @@
-"""Which host block holds which block of the device, and which requests wait for room.
+"""The table of which host block holds which block, and which requests wait for room.
 
 Pure: the worker copies what :meth:`HostBlockTable.save` returns, in the order of the steps.
 """
@@ -34,19 +34,19 @@ class PublishedGroup:
         return min(count, self.last_blocks) if self.last_blocks else count
 
     def asked_for(self, blocks: Sequence[int], tokens: int) -> Sequence[int]:
-        """Of the blocks of an answer those that hold what was asked for.
+        """Returns those blocks of an answer that hold the tokens that were asked for.
 
-        Only a scheduler that computes a token more (:func:`is_complete`) has others, and windows
-        came later.
+        An answer has more blocks only from a scheduler that computes one token more
+        (:func:`is_complete`). Releases with windows have no such scheduler.
         """
         return blocks if self.last_blocks else blocks[: self.needed(tokens)]
 
     def written(self, blocks: Sequence[int], start: int) -> list[int]:
-        """Those that a step writes, which computes tokens from `start` on."""
+        """Returns the blocks that a step writes, which computes tokens from `start` on."""
         return [block for block in blocks[start // self.block_tokens :] if block]
 
     def ready(self, blocks: Sequence[int], end: int, prompt_tokens: int) -> list[int]:
-        """Those that have their last content once the tokens before `end` are computed.
+        """Returns the blocks whose content is final once the tokens before `end` are computed.
 
         Before the prompt's end a window's are left out: most of them will have slid out.
         """
@@ -60,14 +60,14 @@ class PublishedGroup:
 
 @dataclass
 class _Request:
-    """What one request has.
+    """The host blocks of one request.
 
     Attributes:
         reserved: host blocks that it may hold.
         held: the host block of each of its blocks.
-        published: blocks whose host block has been told to somebody who may read it.
+        published: blocks whose host block a peer may read, because an answer named it.
         outlived: published host blocks whose block has been written and saved again.
-        is_short: whether there were no host blocks for some of its blocks.
+        is_short: True if there were no host blocks for some of its blocks.
     """
 
     reserved: int
@@ -170,7 +170,7 @@ class HostBlockTable:
                 self._idle.move_to_end(host_block, last=False)
 
     def not_held(self, request_id: str, blocks: Iterable[int]) -> list[int]:
-        """Those that no host block of a request's holds."""
+        """Returns the blocks that no host block of the request holds."""
         request = self._requests.get(request_id)
         held = request.held if request is not None else {}
         return [block for block in blocks if block not in held]

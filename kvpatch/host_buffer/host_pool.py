@@ -41,7 +41,7 @@ CANNOT = (
 def block_bytes(
     tensors: Mapping[str, torch.Tensor], block_dimensions: Mapping[str, int], blocks: int
 ) -> int:
-    """Bytes of one block over all layers; memory that layers share is counted once.
+    """Returns the bytes of one block over all layers; counts shared memory once.
 
     Args:
         block_dimensions: which of each tensor's dimensions counts blocks.
@@ -57,7 +57,7 @@ def block_bytes(
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """What a buffer of all blocks takes that has a tensor for every layer, as stock's has."""
+    """Returns the bytes of a buffer like stock's: all blocks, and a tensor for every layer."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -262,7 +262,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """What this process can still take, its container's limit included; None if unknown."""
+    """Returns the bytes that this process can still allocate, within its container's limit.
+
+    None if that is unknown.
+    """
     found = []
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
@@ -285,7 +288,7 @@ def _reclaimable_bytes(stat: Path) -> int:
 
 
 def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Zeroed host memory to copy to from a device, one-dimensional ``uint8``.
+    """Allocates zeroed host memory to copy to from a device, one-dimensional ``uint8``.
 
     Pinned as long as `owner` lives, where the device's framework can do that. Written to
     at once, so that memory that is not there is missed now and not in a request.

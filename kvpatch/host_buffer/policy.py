@@ -1,4 +1,4 @@
-"""Whether KV goes through a buffer in host memory, and how many blocks that one holds.
+"""The decision whether KV goes through a buffer in host memory, and how many blocks it holds.
 
 P's and D's scheduler and their workers decide for themselves, in processes of their
 own, from the same facts.
@@ -69,7 +69,7 @@ def supported_devices(facts: ReleaseFacts) -> dict[str, tuple[str, ...]] | None:
 
 
 def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
-    """As :func:`is_wanted`, for this process's platform.
+    """Decides :func:`is_wanted` for this process's platform.
 
     Raises:
         RegistrationRefused: it is forbidden where it is needed, or not possible here.
@@ -107,7 +107,7 @@ def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
 
 
 def host_blocks_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
-    """How many blocks the buffer holds, the null block's included.
+    """Returns how many blocks the buffer holds, the null block included.
 
     Args:
         budget_bytes: what the user allows.
@@ -129,7 +129,7 @@ def host_blocks_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
 
 
 def block_bytes_of(plan: Any, facts: ReleaseFacts) -> int:
-    """Bytes of one block over all tensors of a worker, from the scheduler's plan.
+    """Returns the bytes of one block over all tensors of a worker, from the scheduler's plan.
 
     <= 0.28 each tensor of the plan is memory of its own. From 0.29 on they are ranges of
     one allocation, which each of them states.

@@ -1,4 +1,4 @@
-"""P's scheduler: which blocks go to the host buffer, and under which number D finds them."""
+"""The host buffer in P's scheduler: which blocks go to it, and by which number D finds them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _EVERY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class StepSaves:
-    """What a step's workers copy after the model ran.
+    """The copies that a step's workers make after the model ran.
 
     Attributes:
-        blocks: of the device.
-        host_blocks: of the buffer, one for each block.
-        buffer_blocks: how many the scheduler believes there are.
-        is_last: whether a prompt ends with this step, so that D may read after it.
+        blocks: blocks of the device.
+        host_blocks: blocks of the buffer, one for each of `blocks`.
+        buffer_blocks: how many blocks the scheduler believes the buffer to have.
+        is_last: True if a prompt ends with this step, so that D may read after it.
     """
 
     blocks: tuple[int, ...]
@@ -49,7 +49,10 @@ class StepSaves:
 
 
 def _unpickled(*values: Any) -> StepSaves:
-    """P's answers name host blocks, of which a worker without kvpatch knows nothing."""
+    """Returns a step's saves; fails in a process where the patch is off.
+
+    P's answers name host blocks, which only the patch knows.
+    """
     require("host_buffer")
     return StepSaves(*values)
 
@@ -66,7 +69,7 @@ class UsageLog:
         self._is_said = False
 
     def look(self, table: HostBlockTable) -> None:
-        """To be called whenever host blocks may have changed hands."""
+        """Logs the use of host blocks. The caller calls it whenever they may have changed hands."""
         is_used = bool(table.reserved or table.waiting)
         if is_used:
             now = self._clock()
@@ -110,7 +113,7 @@ class HostBufferScheduler:
 
     @property
     def table(self) -> HostBlockTable:
-        """Which host block holds which block.
+        """Returns the table of which host block holds which block.
 
         Raises:
             RegistrationRefused: the engine's scheduler has not been seen.
@@ -182,7 +185,7 @@ class HostBufferScheduler:
         return sum(group.needed(tokens) for group in self._groups)
 
     def _tokens(self, request: Any) -> int:
-        """That the request has blocks for, drafted ones included."""
+        """Counts the tokens that the request has blocks for, drafted ones included."""
         core = self._core() if self._core is not None else None
         drafted = 0 if core is None else int(core.num_lookahead_tokens)
         return tokens_to_compute(request) + drafted
@@ -295,9 +298,9 @@ class HostBufferScheduler:
         return answer
 
     def _refusal(self, request_id: str) -> dict[str, Any] | None:
-        """What to answer, once, to a request that could never be saved; None for any other.
+        """Returns P's answer, once, to a request that could never be saved; None for any other.
 
-        Whoever passes it on to a decode engine asks that for an ordinary answer.
+        A proxy that passes it on to a decode engine asks D for an ordinary answer: D loads nothing.
         """
         why = self._refusals.pop(request_id, None)
         if why is None:
@@ -311,12 +314,12 @@ class HostBufferScheduler:
 
 
 def _hash_of(core: Any, block: int) -> Any:
-    """Of what a block holds, by vLLM's prefix cache; None where it has none of it."""
+    """Returns the prefix cache's hash of a block's content; None where vLLM has none."""
     return core.kv_cache_manager.block_pool.blocks[block].block_hash
 
 
 def tokens_to_compute(request: Any) -> int:
-    """Of the prompt and the answer: nobody computes the last one's own keys."""
+    """Counts the tokens to compute of prompt and answer: the last token is never an input."""
     return int(request.num_prompt_tokens) + max(0, int(request.max_tokens) - 1)
 
 

@@ -31,7 +31,7 @@ _LOG = logging.getLogger("kvpatch.host_buffer")
 
 @dataclass(eq=False)
 class HostBuffer:
-    """One worker's buffer.
+    """The host buffer of one worker.
 
     Attributes:
         pool: whose tensors are registered.
@@ -157,7 +157,7 @@ def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
 
 @contextmanager
 def taken_for_host_memory(vllm_config: Any, facts: ReleaseFacts) -> Iterator[None]:
-    """While inside, a worker can be made for this device, whatever the release knows of it."""
+    """Lets a worker be made for this device, while inside, whatever the release knows of it."""
     from vllm.platforms import current_platform
 
     supported = supported_devices(facts)
@@ -180,7 +180,7 @@ def taken_for_host_memory(vllm_config: Any, facts: ReleaseFacts) -> Iterator[Non
 
 
 def become_plain(release: ReleaseWorker) -> None:
-    """Has a worker that was just made register what it is handed, as host memory."""
+    """Makes a new worker register the tensors that it is handed as host memory."""
     worker = release.worker
     worker.nixl_memory_type = "DRAM"
     if not release.facts.has_host_buffer:
@@ -198,13 +198,13 @@ class HostMemoryAgent(ObjectProxy):
     """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
 
     def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own, for host memory."""
+        """Returns NIXL's descriptors, for host memory."""
         if isinstance(descs, list):
             descs = [(address, length, 0, tag) for address, length, _, tag in descs]
         return self.__wrapped__.get_reg_descs(descs, "DRAM", *args, **kwargs)
 
     def get_xfer_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own, for host memory."""
+        """Returns NIXL's descriptors, for host memory."""
         if isinstance(descs, list):
             descs = [(address, length, 0) for address, length, _ in descs]
         else:

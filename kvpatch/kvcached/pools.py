@@ -32,11 +32,11 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class Settings:
-    """What kvcached's variables say; None for one that is not set.
+    """The values of kvcached's variables; None for one that is not set.
 
     Attributes:
-        contiguous: of ``KVCACHED_CONTIGUOUS_LAYOUT``.
-        page_bytes: of ``KVCACHED_PAGE_SIZE_MB``.
+        contiguous: the value of ``KVCACHED_CONTIGUOUS_LAYOUT``.
+        page_bytes: the value of ``KVCACHED_PAGE_SIZE_MB``, in bytes.
     """
 
     contiguous: bool | None = None
@@ -157,7 +157,7 @@ def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> 
 
 
 def _content_bytes(planes: tuple[Plane, ...]) -> int:
-    """Of all blocks: kernel blocks of several sizes may cut one size of block."""
+    """Returns the bytes of all blocks: kernel blocks of several sizes may cut one size of block."""
     return planes[0].counts.blocks * block_bytes(planes)
 
 
@@ -215,7 +215,7 @@ def _check_pages(pools: tuple[_Pool, ...], page_bytes: int | None) -> None:
 
 
 def count_blocks(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
-    """Has a worker plan as many blocks as its tensors have.
+    """Makes a worker plan as many blocks as its tensors have.
 
     Raises:
         RegistrationRefused: the tensors disagree.

@@ -16,7 +16,7 @@ _LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
 class AbortedBlocks:
-    """One scheduler's requests that are over while their loads are not.
+    """The requests of one scheduler that are over while their loads are not.
 
     <= 0.13 clients choose the names of requests, and one may come back under the name of
     one that it gave up. So the request is booked, not its name: its blocks are taken out of

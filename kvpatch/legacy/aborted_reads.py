@@ -26,11 +26,11 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class AbortedReads:
-    """One worker's.
+    """The reads of one worker whose requests were aborted.
 
-    A read that is given up is taken out of the release's account, which would report it as
-    received. The request is reported when nothing more of it is on the wire, as one of which
-    nobody waits but for its blocks.
+    kvpatch takes such a read out of the release's account, which would report it as received. It
+    reports the request once nothing of it is on the wire any more. The scheduler then only frees
+    the request's blocks.
     """
 
     def __init__(self) -> None:

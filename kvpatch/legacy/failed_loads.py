@@ -29,7 +29,7 @@ _NULL_BLOCK = 0
 
 
 class StuckLoads:
-    """One worker's loads, where the release knows none that failed (<= 0.11.0).
+    """The loads of one worker, where the release knows none that failed (<= 0.11.0).
 
     A load that failed is not reported: it waits until its client gives it up. Then it is,
     so that the scheduler knows that nothing is written to its blocks any more.
@@ -232,7 +232,7 @@ class FailedRequestQueue:
 
 
 def watch_failed_loads(worker: Any) -> None:
-    """Has a worker keep failed requests that the release reports too early, or wrongly."""
+    """Makes a worker keep failed requests that the release reports too early, or wrongly."""
     own = worker._failed_recv_reqs
     if isinstance(own, Queue):  # from 0.22
         worker._failed_recv_reqs = FailedRequestQueue(worker, own)

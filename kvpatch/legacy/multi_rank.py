@@ -42,12 +42,12 @@ class HandshakeWithOneRank(ObjectProxy):
 
     @property
     def tp_rank(self) -> int:
-        """In releases <= 0.11.0."""
+        """Returns the rank, in releases <= 0.11.0."""
         return self._self_rank
 
     @property
     def _tp_size(self) -> dict[str, int]:
-        """In releases <= 0.11.0: of this engine."""
+        """Returns this engine's number of ranks, in releases <= 0.11.0."""
         return {self.engine_id: self._self_tp_size}
 
     @property

@@ -41,7 +41,7 @@ _LOG = logging.getLogger("kvpatch.stale_blocks")
 
 
 def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractContextManager[None]:
-    """While inside, a worker that starts to answer handshakes adds P's statement to its answers."""
+    """Adds P's statement to the answers of a worker that starts to answer, while inside."""
     if own.cache is None or not can_read(release, own):
         return nullcontext()
     layers, _, key_order = own.cache
@@ -58,7 +58,7 @@ def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractCo
 def _loaded_in_time(
     wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
-    """Has D compute a prompt that has waited longer than P keeps it.
+    """Loads no prompt that has waited longer than P keeps its blocks: D computes it.
 
     A worker that finds out too late can only leave the load unfinished.
     """
@@ -79,9 +79,9 @@ def _loaded_in_time(
 def _whole_blocks(
     wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    """Has D compute what P's whole blocks do not hold.
+    """Loads only the tokens that P's whole blocks hold: D computes the rest.
 
-    P names whole blocks alone. Where these hold fewer tokens than D wants, 0.10.0 takes P's last
+    P names whole blocks only. Where these hold fewer tokens than D wants, 0.10.0 takes P's last
     blocks for later ones, or ends.
     """
     count, is_async = wrapped(request, num_computed_tokens)

@@ -1,4 +1,4 @@
-"""Which regions of a read go straight to their places, and which through the staging pool."""
+"""The choice of which regions of a read go straight to their places, and which are staged."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Progress:
 
 
 class ChosenWays:
-    """One worker's choice.
+    """The choice of paths for one worker's reads.
 
     Args:
         mode: ``auto``, ``direct`` or ``staged``.
-        pool: where staged reads land.
-        device: where they are placed.
+        pool: the pool that staged reads land in.
+        device: the device that they are placed on.
     """
 
     def __init__(self, mode: str, pool: StagingPool, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt D loads: those that P holds of D's own prompt, and no more."""
+"""The tokens of a prompt that D loads: those that P holds of D's own prompt, and no more."""
 
 from __future__ import annotations
 

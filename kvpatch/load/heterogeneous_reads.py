@@ -1,4 +1,4 @@
-"""One worker's reads from peers of another geometry, made when the first of them shakes hands.
+"""The reads of one worker from peers of another geometry, made when the first shakes hands.
 
 The release goes on doing what it does for a peer like us: handshakes, books,
 notifications, completion, failures. Only the transfer that it prepares is
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """What is to be read of one rank.
+    """The parts of a read from one rank.
 
     Attributes:
-        direct: goes straight to its place; planned once the read has begun.
-        staged: goes through the pool.
-        tails: is zeroed once the read has begun; None for nothing.
-        idle_until: where all that the rank has comes from others, the fate of a read of those: the
-            rank is only told, once that one is over.
+        direct: runs that go straight to their place; planned once the read has begun.
+        staged: shares that go through the staging pool.
+        tails: returns the blocks' ends to zero, once the read has begun; None where there are none.
+        idle_until: the fate of a read from other ranks, where those hold all that this rank has.
+            This rank gets only a notification, once that read is over.
     """
 
     direct: Iterable[Plan]
@@ -67,13 +67,13 @@ class Wanted(NamedTuple):
 
 
 class HeterogeneousReads:
-    """One worker's.
+    """The maker of one worker's reads from peers of another geometry.
 
     Args:
-        reader: the worker's.
-        pool: where staged reads land.
-        progress: what reads go on in between the engine's steps; None for the steps alone.
-        pooled: what reads through the pool are called in the metrics.
+        reader: the worker's reader.
+        pool: the pool that staged reads land in.
+        progress: moves reads on between the engine's steps; None for the steps alone.
+        pooled: the name in the metrics of reads through the pool.
     """
 
     def __init__(

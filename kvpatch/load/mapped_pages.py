@@ -1,4 +1,4 @@
-"""Which of a worker's pages kvcached has mapped, asked before a request's blocks are filled.
+"""The check of which pages kvcached has mapped, before a request's blocks are filled.
 
 What is read into a page that is not mapped lands in the page of zeros that all of them
 share, without an error, and is gone where kvcached maps a page there later. P's pages are

@@ -153,7 +153,7 @@ class ReadingAgent(AgentProxy):
         return found
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own, but for those that would end the release's engine."""
+        """Returns NIXL's notifications, without those that would end the release's engine."""
         found = self.__wrapped__.get_new_notifs(*args, **kwargs)
         return self._self_reader.understood(found) if found else found
 

@@ -105,7 +105,7 @@ def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:
-    """Has kvpatch read a request, or fails it, where the release cannot read it."""
+    """Marks a request that vLLM cannot read: kvpatch reads it, or its load fails."""
     request = read_request.read_request_of(meta)
     facts = worker_state(worker).facts
     try:

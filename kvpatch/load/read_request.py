@@ -1,4 +1,4 @@
-"""What a request needs from its peer, carried from the scheduler to the worker.
+"""The facts that a request's load needs of its peer, sent from the scheduler to the worker.
 
 Pairing by token position needs the number of tokens, which only the scheduler
 knows in most releases, and the peer's blocks in the peer's own size, which some
@@ -28,19 +28,18 @@ _LAST_REQUESTS = 16
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What a request needs from its peer, as the scheduler knew it.
+    """The facts of one load, as the scheduler knew them.
 
     Attributes:
         tokens: how many tokens of the prompt both sides hold in the end.
-        remote_tokens: how many the peer holds; its blocks end with the last of them.
+        remote_tokens: how many tokens the peer holds; its blocks end with the last of them.
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
-        hit_tokens: of D's own prefix hit; None where the length of a list tells it.
-        waited: seconds since D was given the request, as its scheduler knew them; None where nobody
-            does.
-        is_read_back: whether a P reads an earlier turn back from a D.
+        hit_tokens: the tokens of D's own prefix hit; None where the length of a list says it.
+        waited: seconds since D got the request, by the scheduler's clock; None where unknown.
+        is_read_back: True if a P reads an earlier turn back from a D.
         stated: what P's answer says for checks, by field.
-        is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
+        is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
     """
 
@@ -58,7 +57,7 @@ class ReadRequest:
 
     @property
     def arrived(self) -> float | None:
-        """When D was given the request, as ``time.monotonic`` counts in this process."""
+        """Returns when D got the request, as ``time.monotonic`` counts in this process."""
         return None if self.waited is None else self.known_since - self.waited
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,11 +110,11 @@ def stated_for_checks(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 class PlannedLoad(NamedTuple):
-    """What D's scheduler has said of a load before the request got its blocks.
+    """The size of a load, as D's scheduler states it before the request gets its blocks.
 
     Attributes:
-        tokens: of the prompt that D has once it is loaded.
-        remote_tokens: that the peer holds.
+        tokens: how many tokens of the prompt D has once the load is done.
+        remote_tokens: how many tokens the peer holds.
     """
 
     tokens: int
@@ -123,11 +122,11 @@ class PlannedLoad(NamedTuple):
 
 
 class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
-    """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
+    """The loads that one scheduler has planned, by vLLM's request (``common_prompt``)."""
 
 
 class Waits:
-    """How long requests have waited in D by the time that their reads are sent to the workers.
+    """The time that requests have waited in D when their reads are sent to the workers.
 
     vLLM's API server writes down when a request arrives, by the clock of its machine, which need
     not be the scheduler's. So the shortest way of the last requests from there to the scheduler
@@ -153,10 +152,10 @@ class Waits:
 def leave_unread(
     scheduler: Any, request: Any, facts: ReleaseFacts, *, is_loading: bool = False
 ) -> None:
-    """Has the release neither load a request's prompt nor tell P that it was read.
+    """Stops the release from loading a request's prompt and from telling P that it was read.
 
     Args:
-        is_loading: whether another request loads the same blocks, whose lease D goes on to renew.
+        is_loading: True if another request loads the same blocks: D goes on to renew their lease.
     """
     request.kv_transfer_params.update(do_remote_prefill=False, _remote_blocks_processed=True)
     if facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled:

@@ -1,4 +1,4 @@
-"""What one worker knows of its reads, whoever makes them, and the checks of those of vLLM's own.
+"""The state of one worker's reads, and the checks of those that vLLM makes itself.
 
 vLLM reads from peers like this engine itself. What reads from all others is made when the first of
 them shakes hands (``heterogeneous_reads``), and not imported before. Patches hand in what makes the
@@ -91,7 +91,7 @@ MakeCheck = Callable[[RankRead, "tuple[Check, ...]"], "Check | None"]
 
 @dataclass
 class RequestContext:
-    """One request, from when the release begins to prepare its transfers to when it has.
+    """The state of one request while the release prepares its transfers.
 
     Attributes:
         check: of the blocks to fill, ours or the release's; called until it has nothing to say.
@@ -140,7 +140,10 @@ CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
 
 
 class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
-    """One worker's, by patch; called with its ``ReleaseWorker``, inspected caches and reader."""
+    """The makers of one worker's checks, by patch.
+
+    Each is called with the ``ReleaseWorker``, the inspected caches and the reader.
+    """
 
 
 #: Failed checks that nobody has taken; where nobody does the oldest go.
@@ -149,16 +152,16 @@ _MOST_FAILED = 65536
 
 @dataclass(frozen=True)
 class Destination:
-    """What reads fill.
+    """The memory that reads fill.
 
     Attributes:
-        tensors: where they are placed.
-        device: of what is registered with NIXL, the staging pool too.
-        layers: of `tensors`, where the release was shown others: a host buffer of the same
-            layout and other blocks, or what stands for cross-layer blocks; None where it was
-            `tensors`.
+        tensors: where the bytes are placed.
+        device: the device of what is registered with NIXL, and of the staging pool.
+        layers: the layers of `tensors`, where the release was shown other tensors: a host buffer of
+            the same layout and other blocks, or stand-ins for cross-layer blocks. None where it was
+            shown `tensors`.
         cross_layer: what is registered, where blocks are cross-layer blocks.
-        caches: what places reads where `tensors` only stand for those of the device.
+        caches: places the bytes where `tensors` only stand for those of the device.
         states: the pages of layers with recurrent state, where they really lie.
     """
 
@@ -171,7 +174,7 @@ class Destination:
 
 
 class ReadsOfOthers(Protocol):
-    """What reads from peers of another geometry (``heterogeneous_reads``).
+    """The reads from peers of another geometry (``heterogeneous_reads``).
 
     Attributes:
         pool: where staged reads land.
@@ -197,22 +200,22 @@ class ReadsOfOthers(Protocol):
 
 
 class Reader:
-    """One worker's.
+    """The state of one worker's reads.
 
     Args:
-        destination: what reads fill.
+        destination: the memory that reads fill.
         mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
 
     Attributes:
-        peers: those of another geometry, by engine id.
-        heterogeneous: what reads from these; None before the first of them shakes hands.
+        peers: peers of another geometry, by engine id.
+        heterogeneous: reads from these; None before the first of them shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
-        leases: how long peers keep what is to be read.
+        leases: how long peers keep the blocks that are to be read.
         understood: notifications by sender -> those that the release can take.
-        masks: by NIXL's name of a rank, what hides its addresses in P's answers.
-        check_makers: give each load what makes the checks of its reads.
-        book: of its worker.
-        failed_checks: names of requests whose loads a check has failed, on whatever thread.
+        masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
+        check_makers: give each load the makers of its reads' checks.
+        book: the book of the worker's samples.
+        failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class Reader:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """While inside, what is refused is booked, of a request that reads many ranks once."""
+        """Counts refusals while inside; those of a request that reads from many ranks once."""
         try:
             yield
         except KvpatchError as error:

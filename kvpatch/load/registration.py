@@ -1,4 +1,4 @@
-"""What becomes of the tensors that vLLM hands to a worker, one step after the other.
+"""The steps between the tensors that vLLM hands to a worker and their registration, in order.
 
 host_buffer     the device's tensors are replaced by those of a host buffer
 stale_blocks    the worker gets a table of what it holds, which it states with its memory

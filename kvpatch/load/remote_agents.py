@@ -262,7 +262,11 @@ class Handshake:
         return None if found is None else found.stated(self.metadata.engine_id, self.tp_rank)
 
     def act(self, decision: Decision) -> Any:
-        """Has the release book the peer as what it was found to be, or refuses it."""
+        """Carries out a decision: the release adds the peer in the form that was decided.
+
+        Raises:
+            PeerRefused: the decision is a refusal.
+        """
         if isinstance(decision, Refuse):
             raise decision.error
         state = worker_state(self.worker)
@@ -293,7 +297,7 @@ class Handshake:
         )
 
     def as_release(self) -> Any:
-        """Has the release book the peer as it is."""
+        """Lets the release add the peer as it is."""
         return self._book(self.metadata, self.tp_size)
 
     def _book(self, metadata: Any, tp_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which loads the release reorders for a CPU: those of peers of another backend, and no others.
+"""The loads that the release reorders for a CPU: those of peers of another backend only.
 
 From 0.20 on a D whose keys lie by column reorders what it has read of a peer whose backend has
 rows. It knows by one flag of its worker, which the first such peer sets for good: from then on it
@@ -18,12 +18,12 @@ from kvpatch.worker.state import worker_state
 
 @dataclass
 class ReorderedLoads:
-    """One worker's.
+    """The loads of one worker that the release reorders.
 
     Attributes:
-        peers: by engine id, those of another backend that the release was left with.
-        arriving: of what was on its way when the release last looked: a load's own list of
-            blocks, and whether it is of one of these; None before the flag was up.
+        peers: the engine ids of peers of another backend that were left to the release.
+        arriving: the loads that were on their way when the release last looked: a load's own list
+            of blocks, and True if it is from such a peer. None before the flag was up.
     """
 
     peers: set[str] = field(default_factory=set)

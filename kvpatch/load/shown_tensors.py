@@ -1,4 +1,4 @@
-"""How tensors are shown to the release, which knows fewer ways for blocks to lie than there are.
+"""The tensors that the release is shown: it knows fewer orders of blocks than there are.
 
 What it is handed is registered as it lies: keys and values that are far apart as regions of their
 own, blocks that hold all layers as the cross-layer blocks of a pool.

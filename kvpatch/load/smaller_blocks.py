@@ -18,7 +18,7 @@ ADVICE = "use one --block-size on both sides"
 
 @dataclass(frozen=True)
 class Blocks:
-    """One side's blocks.
+    """The blocks of one side.
 
     Attributes:
         kernel_tokens: of a kernel block.

@@ -1,4 +1,4 @@
-"""Which of P's smaller blocks a request is handed, to be paired with D's by token.
+"""The choice of P's smaller blocks that a request gets, to be paired with D's by token.
 
 The release pairs blocks by their places in two lists. A list of D's begins behind a prefix hit and
 one of P's with the prompt, so that the two belong together from the end, and they end in one place
@@ -243,6 +243,6 @@ def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
 
 
 def refusing(worker: Any, engine_id: str, error: KvpatchError) -> AbstractContextManager[None]:
-    """While inside, a transfer that the release prepares fails with this error."""
+    """Makes any transfer that the release prepares fail with this error, while inside."""
     agent = _RefusingAgent(worker.nixl_wrapper, worker, engine_id, error)
     return replaced(worker, nixl_wrapper=agent)

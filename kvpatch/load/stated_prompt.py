@@ -1,4 +1,4 @@
-"""What P says of the prompt behind its blocks: its length, and a chain of hashes over its tokens.
+"""The facts that P states of a prompt: its length, and a chain of hashes over its tokens.
 
 D compares it with its own prompt, and loads no more than both have in common. Each hash covers all
 tokens up to its place, so that the last equal one tells how far the prompts are the same. A hash

@@ -1,4 +1,4 @@
-"""What a request's blocks hold on both sides, per cache group."""
+"""The tokens that a request's blocks hold on both sides, per cache group."""
 
 from __future__ import annotations
 

@@ -106,12 +106,12 @@ class DividedBlockHandles(dict[Any, Any]):
         return _NO_HANDLES
 
     def making_none(self) -> AbstractContextManager[None]:
-        """While inside, this thread finds all ratios there."""
+        """Makes this thread find handles for all ratios, while inside."""
         return replaced(self._this_thread, makes_none=True)
 
 
 def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
-    """Has a worker's table take part; registering again is no matter."""
+    """Makes a worker's table a :class:`DividedBlockHandles`; a second call changes nothing."""
     if not facts.divides_own_blocks:
         return
     table = worker.src_xfer_handles_by_tp_ratio
@@ -121,6 +121,6 @@ def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
 
 
 def blocks_undivided(worker: Any) -> AbstractContextManager[None]:
-    """While inside, the release divides none of the worker's blocks for a peer."""
+    """Keeps the release from dividing the worker's blocks for a peer, while inside."""
     table = worker_state(worker).held(DividedBlockHandles)
     return nullcontext() if table is None else table.making_none()

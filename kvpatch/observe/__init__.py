@@ -1,1 +1,1 @@
-"""What an operator sees of loads, in ``/metrics`` next to vLLM's own of NIXL."""
+"""The metrics of loads that an operator sees in ``/metrics``, next to vLLM's own of NIXL."""

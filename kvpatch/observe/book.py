@@ -1,4 +1,4 @@
-"""What a worker, or a connector's scheduler half, has to tell since it was asked last."""
+"""The samples that a worker, or a connector's scheduler half, collects between two reports."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MOST_LOADS = 16384
 
 
 class Sample(NamedTuple):
-    """What a counter is to go up by, or a gauge is; a list once it has been between processes.
+    """The step of a counter, or the value of a gauge; a list once it has been between processes.
 
     Attributes:
-        name: the metric's.
+        name: the name of the metric.
         label: the value of its label; empty where it has none.
     """
 
@@ -42,21 +42,21 @@ class Sample(NamedTuple):
 
 
 class Checked(Protocol):
-    """One read of a load; its verdict is None where it knows nothing, or not yet."""
+    """A read of a load; its verdict is None where it knows nothing, or not yet."""
 
     verdict: CheckResult | None
 
 
 @dataclass
 class _Load:
-    """What is known of one before it is reported."""
+    """The facts of one load before it is reported."""
 
     lifetimes: list[Checked] = field(default_factory=list)
     has_failed: bool = False
 
 
 class Book:
-    """One worker's, or one scheduler's.
+    """The samples of one worker, or of one scheduler.
 
     Handshakes have threads of their own, and one thread takes everything out: no lock is needed.
     """
@@ -70,7 +70,7 @@ class Book:
         self._is_asked = False
 
     def add(self, metric: Metric, value: float, label: str = "") -> None:
-        """Has a counter go up, or a gauge be something else."""
+        """Adds a step to a counter, or a new value to a gauge."""
         self._samples.append(Sample(metric.name, label, value))
 
     def show(self, metric: Metric, value: float, label: str = "") -> None:
@@ -92,7 +92,7 @@ class Book:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """While inside, what kvpatch refuses is booked."""
+        """Counts each refusal of kvpatch's, while inside."""
         try:
             yield
         except KvpatchError as error:
@@ -100,7 +100,7 @@ class Book:
             raise
 
     def watch(self, request_id: str, lifetime: Checked) -> None:
-        """Has a load be told by what one of its reads will have found; on the engine's thread."""
+        """Counts a load also by the verdict of one of its reads. For the engine's thread."""
         if self._is_asked:  # a peer is read steps after the first
             self._load(request_id).lifetimes.append(lifetime)
 
@@ -135,7 +135,7 @@ class Book:
             self.add(metric, loads, label)
 
     def take(self) -> list[Sample]:
-        """All that is booked, which it forgets; on the engine's thread."""
+        """Returns all samples and forgets them. For the engine's thread."""
         self._is_asked = True
         taken = []
         while self._samples:
@@ -144,7 +144,7 @@ class Book:
 
 
 def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
-    """What one load counts in: its outcome, and what is known of the blocks it was read from."""
+    """Yields the metrics that one load counts in: its outcome, and whether its blocks were held."""
     verdicts = [lifetime.verdict for lifetime in load.lifetimes]
     if not load.has_failed:
         is_held = bool(verdicts) and all(verdict is CheckResult.HELD for verdict in verdicts)
@@ -181,7 +181,7 @@ def samples_of(data: Mapping[str, Any]) -> list[Any]:
 
 
 def without(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a release has sent of its own."""
+    """Returns a release's own statistics, without kvpatch's."""
     return {name: values for name, values in data.items() if name != NAME}
 
 

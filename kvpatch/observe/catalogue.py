@@ -13,7 +13,7 @@ from typing import Literal
 
 
 class Way(str, Enum):
-    """How bytes come from P into D's blocks."""
+    """The path that bytes take from P into D's blocks."""
 
     STOCK = "stock"
     DIRECT = "direct"
@@ -22,7 +22,7 @@ class Way(str, Enum):
 
 
 class Outcome(str, Enum):
-    """What became of a load: a request that a worker was to load."""
+    """The outcome of a load: a request that a worker was to load."""
 
     RECEIVED = "received"
     FAILED = "failed"
@@ -30,7 +30,7 @@ class Outcome(str, Enum):
 
 
 class CheckResult(str, Enum):
-    """What a check has found out about a read, or nobody has."""
+    """The result of a check of a read, if there was one."""
 
     HELD = "held"  # P held the blocks to the last byte; of bytes: nothing is wrong with them
     UNPROVEN = "unproven"
@@ -40,7 +40,7 @@ class CheckResult(str, Enum):
 
 
 class Proof(str, Enum):
-    """What a digest has said of a load."""
+    """The result of a load's digests."""
 
     CHECKED = "checked"
     PARTLY = "partly"
@@ -49,7 +49,7 @@ class Proof(str, Enum):
 
 
 class Prompt(str, Enum):
-    """How a prompt that D would load compares with the one that P holds."""
+    """The result of comparing a prompt that D would load with the one that P holds."""
 
     SAME = "same"
     PART = "part"
@@ -60,13 +60,13 @@ class Prompt(str, Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One of them.
+    """A metric of kvpatch's.
 
     Attributes:
-        name: in ``/metrics``; counters have ``_total`` behind it there.
-        label: what it is told apart by; empty for nothing.
-        values: of the label, that are shown before anything was counted.
-        is_of_scheduler: whether vLLM's scheduler is asked for it, which a release may not do.
+        name: the name in ``/metrics``; a counter's ends with ``_total`` there.
+        label: the name of its label; empty for none.
+        values: values of the label that are shown before anything was counted.
+        is_of_scheduler: True if vLLM's scheduler is asked for it, which not every release does.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Metric:
 
     @property
     def shown_name(self) -> str:
-        """As Prometheus knows it."""
+        """Returns the name in Prometheus."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 

@@ -55,7 +55,10 @@ class Shown:
                 self._child(metric.name, engine, value)
 
     def _child(self, name: str, engine: Sequence[object], label: str) -> Any:
-        """With its labels, asked for each time: of Ray's <= 0.12 the last ones asked for count."""
+        """Returns a metric with its labels.
+
+        It asks for them each time: in Ray's metrics (<= 0.12) the labels asked for last count.
+        """
         seen = self._seen.setdefault(name, set())
         if label not in seen and len(seen) >= _MOST_VALUES:
             label = _OTHERS

@@ -1,4 +1,4 @@
-"""What kvpatch did in this process, as data: for logs, ``doctor`` and tests."""
+"""The record of what kvpatch did in this process, as data: for logs, ``doctor`` and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Outcome = Literal["applied", "not needed", "off", "refused", "waiting"]
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """One patch's outcome and, unless it was applied, why."""
+    """The outcome of one patch and, unless it was applied, why."""
 
     slug: str
     outcome: Outcome
@@ -49,7 +49,7 @@ class Status:
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for the log: what was applied, what not, and why."""
+        """Returns a line for the log: what was applied, what not, and why."""
         head = (
             f"kvpatch {self.kvpatch} on {self.vllm or 'no vLLM'} ({self.generation or 'unknown'})"
         )

@@ -40,11 +40,11 @@ FRONT_ENDS = ("transfer_params",)
 
 
 def load_one(slug: str) -> Patch:
-    """One patch."""
+    """Imports one patch."""
     found: Patch = import_module(f"{__name__}.{slug}").PATCH
     return found
 
 
 def load() -> tuple[Patch, ...]:
-    """All patches. They are imported when the connector is, so that others pay nothing."""
+    """Imports all patches, once the connector is imported, so that other processes pay nothing."""
     return tuple(map(load_one, SLUGS))

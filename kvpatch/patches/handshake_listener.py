@@ -31,10 +31,10 @@ _LOG = logging.getLogger("kvpatch.handshake_listener")
 
 
 class _Answers:
-    """What is answered to each rank that is asked for; nothing for those that there are not.
+    """The answers to handshakes by rank: a rank that does not exist gets an empty answer.
 
     Args:
-        found: the release's own, to which it may add.
+        found: the release's own answers, to which it may still add.
     """
 
     def __init__(self, found: Any) -> None:

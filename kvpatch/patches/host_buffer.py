@@ -67,7 +67,7 @@ def _worker_init(
 
 
 def _save(connector: Any, _: Any) -> None:
-    """Once vLLM has waited for its own."""
+    """Saves a step's blocks, once vLLM has waited for its own saves."""
     buffer = _buffer_of(connector)
     copies = None if buffer is None else message_on(connector._connector_metadata).get(SAVES)
     if buffer is not None and copies is not None:
@@ -84,7 +84,7 @@ def _set_host_xfer_buffer_ops(
 
 
 def _buffer_of(connector: Any) -> HostBuffer | None:
-    """Of a connector's worker half, where it has one."""
+    """Returns the host buffer of a connector's worker half, if it has one."""
     worker = connector.connector_worker
     if worker is None or not worker_state(worker).is_host_buffered:
         return None
@@ -146,7 +146,7 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any] | None
 
 
 def _schedule(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a release whose connectors cannot say that they know later (<= 0.10.1)."""
+    """Hides requests without room, where connectors cannot ask for a later call (<= 0.10.1)."""
     links.link(instance)
     held = links.without_room(instance)
     if not held:

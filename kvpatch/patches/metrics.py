@@ -89,7 +89,7 @@ def _handle_failed_transfer(
 
 
 def _count(worker: Any) -> None:
-    """What a worker tells, before the release looks at its own counts."""
+    """Adds a worker's samples, before the release looks at its own counts."""
     state = worker_state(worker)
     reader = state.held(Reader)
     if reader is not None and reader.heterogeneous is not None:
@@ -123,7 +123,7 @@ def _aggregate(wrapped: Callable[..., Any], instance: Any, other: Any) -> Any:
 
 
 def _add_schedulers(connector: Any, found: Any) -> Any:
-    """What the scheduler's half tells, beside what the release has counted."""
+    """Adds the samples of the scheduler's half to what the release has counted."""
     scheduler = connector.connector_scheduler
     if scheduler is None:
         return found
@@ -146,7 +146,7 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
 
 
 def _build_kv_connector_stats(wrapped: Callable[..., Any], instance: Any, data: Any = None) -> Any:
-    """What the release logs: an interval with counts of kvpatch's alone is none to it."""
+    """Hides kvpatch's samples from the release's log: without counts of its own it logs nothing."""
     return wrapped(None if data is None else payload.without(data))
 
 

@@ -171,7 +171,7 @@ def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
 
 
 def compute_again(core: Any, output: Any) -> None:
-    """Has vLLM's scheduler compute the requests that are named among invalid blocks."""
+    """Makes vLLM's scheduler compute the requests that are named among invalid blocks."""
     invalid = output.invalid_block_ids
     if not invalid:
         return

@@ -84,7 +84,7 @@ def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
 
 
 def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
-    """What the release answers with status 400: from 0.27 on its own errors, and no ValueErrors."""
+    """Returns an error that the release answers with status 400; from 0.27 that is vLLM's own."""
     if not facts.has_validation_errors:
         return error
     release = import_module("vllm.exceptions")
@@ -121,7 +121,7 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
 
 
 def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book: Book) -> None:
-    """Has a request's parameters be as the release takes them, or none where they are refused."""
+    """Replaces a request's parameters by their checked form, or by none where they are refused."""
     try:
         request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
     except ParamsRefused as error:

@@ -134,11 +134,11 @@ def _asks_otherwise(worker: Any, releases: Releases, own: ReleaseFacts) -> bool:
 
 
 def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
-    """Whether what our release asks, and is answered, is what P's listener takes, and states.
+    """Refuses a P whose listener does not take our release's question, or answers in another form.
 
-    Of an answer with less than ours has, nobody knows whether P is older or a proxy has left the
-    rest out, as stock allows: it is asked as stock asks. So is one with a null field more, which
-    may be the proxy's.
+    An answer with fewer fields than ours may come from an older P, or through a proxy that left
+    some out, as stock allows. Such a P gets the question that stock asks. So does one with one more
+    field that is null: the proxy may have added it.
     """
     if not releases or FACTS[releases[0]].answer - NULLABLE <= own.answer:
         return

@@ -1,4 +1,4 @@
-"""What a peer states of its cache at the handshake, in one vocabulary for all releases."""
+"""The form in which a peer's handshake states its cache, one form for all releases."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ONE_VERSION = "use one vLLM and one kvpatch on both sides"
 
 @dataclass(frozen=True)
 class StatedBlocks:
-    """What P's kvpatch states of blocks that its release's handshake leaves open.
+    """The form of blocks that P's kvpatch states, because the release's handshake does not.
 
     Attributes:
-        block_tokens: of one of the blocks that ids count.
-        kernel_tokens: of a kernel block, which it is a multiple of.
+        block_tokens: the tokens of one of the blocks that ids count.
+        kernel_tokens: the tokens of a kernel block; `block_tokens` is a multiple of it.
         layout: HND or NHD, where the release states none (0.10.0); else None.
-        dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where not stated.
+        dtype: the type of keys and values, by a name of ``--kv-cache-dtype``; empty if not stated.
     """
 
     block_tokens: int
@@ -39,16 +39,16 @@ class StatedBlocks:
 
 @dataclass(frozen=True)
 class AgentMetadata:
-    """What one rank of a peer states of itself.
+    """The cache that one rank of a peer states.
 
     Attributes:
-        block_tokens: of a kernel block; None where the release does not say.
+        block_tokens: the tokens of a kernel block; None where the release does not say.
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count; None
             where the release does not say.
         layout: the name that was sent; None where the release does not say.
         blocks: kernel blocks in each region.
         addresses: where each region starts.
-        block_bytes: of one kernel block in each region.
+        block_bytes: the bytes of one kernel block in each region.
         stride_bytes: from one kernel block of a region to the next.
         backend: the attention backend's name; None where the release does not say.
         region_names: the layer that each region is named after; None where it does not say.
@@ -57,17 +57,19 @@ class AgentMetadata:
             blocks (MLA, from 0.31); empty where it says nothing.
         form: what its only region's blocks look like, where they are cross-layer blocks that
             kvpatch registered; else None.
-        state_bytes: of each recurrent state of a layer (from 0.18); empty where it says nothing.
+        state_bytes: the bytes of each recurrent state of a layer (from 0.18); empty where it says
+            nothing.
         shares_tokens: whether its ranks share out the tokens of a block (from 0.29).
         named: how its engine differs from ours, by its hash; None where it has ours, or none.
-        releases: that it may be of, where none of them speaks as ours does; empty for any other.
+        releases: the releases that it may be of, if all of them shake hands in another form than
+            ours; else empty.
         cache_shape: how its tensors begin, where it is of another release or has a backend whose
             blocks are another's; None for as ours, and where that is not known.
         key_order: how its keys lie in a block, where it has such a backend, or where a CPU's are
             known; None for as ours.
-        stated_keys: how they lie by its own kvpatch's word; None where it says nothing.
-        stated_blocks: what its own kvpatch states of them; None where it states nothing, and where
-            nobody has asked.
+        stated_keys: how its keys lie, as its own kvpatch states; None where it states nothing.
+        stated_blocks: the blocks that its own kvpatch states; None where it states nothing, and
+            where this worker has not asked.
     """
 
     engine_id: str

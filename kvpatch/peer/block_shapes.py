@@ -1,4 +1,4 @@
-"""What a layer's blocks hold, on both sides: heads, tokens, and what moves whole.
+"""The content of a layer's blocks on both sides: heads, tokens, and which of them move whole.
 
 Attention groups may have several shapes (Gemma: other heads and head_dim in layers with full
 attention than in those with windows). vLLM then plans blocks of more tokens for the smaller
@@ -26,7 +26,7 @@ from kvpatch.worker.registered_caches import LayerCache
 
 
 class BlockShape(NamedTuple):
-    """One layer's blocks on one rank of a peer."""
+    """The shape of one layer's blocks on one rank of a peer."""
 
     first_head: int
     heads: int
@@ -39,7 +39,7 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int]:
-    """Tokens of a kernel block of some layers."""
+    """Returns the tokens of a kernel block of some layers."""
     return {plane.counts.block_tokens for name in names for plane in layers[name].planes}
 
 
@@ -107,12 +107,12 @@ def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plan
 
 
 def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
-    """Where a peer's regions lie; in memory of our kind where it does not say."""
+    """Returns the kind of memory that a peer's regions lie in; ours where it does not say."""
     return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
 
 
 def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:
-    """How keys lie in a block of a peer's."""
+    """Returns the order of keys in a peer's block."""
     return peer.key_order or ours.key_order
 
 
@@ -140,7 +140,7 @@ def dense_planes(
 
 
 def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
-    """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
+    """Returns the bytes of a layer's block at a peer whose blocks all have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     # One number of ranks is asked for; and a slot holds all heads of a rank.
     if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:

@@ -42,7 +42,7 @@ class NamedPeers:
             self._accepted[threading.get_ident()] = named
 
     def accepted(self) -> Explanation | None:
-        """How the peer of this thread's handshake differs; None where it has our hash."""
+        """Returns how the peer of this thread's handshake differs; None if it has our hash."""
         return self._accepted.get(threading.get_ident())
 
 
@@ -100,7 +100,7 @@ class ComparedHash(str):
 
 
 def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
-    """Has a worker that has registered say how its peers differ; what peers are told stays.
+    """Makes a registered worker explain how a peer's hash differs; the hash it sends stays.
 
     Returns False where its own hash is made of something that is not known here.
     """

@@ -1,4 +1,4 @@
-"""How keys lie in the blocks of a P with the CPU backend: by column, or in tiles where it has AMX.
+"""The order of keys in the blocks of a P with the CPU backend: by column, or in tiles (AMX).
 
 No release states it. P's own kvpatch may, and the operator may declare it; where a processor with
 AMX makes no tiles of such items or blocks, nothing is open.

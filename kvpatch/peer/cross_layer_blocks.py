@@ -55,14 +55,14 @@ _LOG = logging.getLogger("kvpatch.registration")
 
 @dataclass(frozen=True)
 class RegisteredCrossLayerBlocks:
-    """What a worker has registered in place of its tensors.
+    """The blocks that a worker has registered in place of its tensors.
 
     Attributes:
         pool: where the blocks really lie.
-        form: what peers are told of them.
-        shown: the tensors that the release was shown, read.
+        form: the form that peers are told.
+        shown: the caches of the tensors that the release was shown.
         states: the layers with recurrent state in the blocks.
-        ends: of each attention layer's part, in bytes from a block's beginning.
+        ends: the end of each attention layer's part, in bytes from a block's beginning.
     """
 
     pool: CrossLayerBlocks
@@ -72,7 +72,7 @@ class RegisteredCrossLayerBlocks:
     ends: Mapping[str, int]
 
     def end_of(self, layers: Iterable[str]) -> int:
-        """How much of a block a group's layers take, from its beginning."""
+        """Returns the bytes that a group's layers take of a block, from its beginning."""
         return max(self.ends[name] for name in layers)
 
 
@@ -189,7 +189,7 @@ def _ends(pool: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str,
 
 
 def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
-    """Has the worker state the layout of what it is shown."""
+    """Makes the worker state the layout of the tensors that it is shown."""
     stated = release.stated_layout
     if stated is not None:
         release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
@@ -262,7 +262,7 @@ def form_of(
 def listener_told(
     release: ReleaseWorker, restate: Callable[[Any], Any]
 ) -> AbstractContextManager[None]:
-    """While inside, a worker that answers handshakes itself (<= 0.11.0) restates its metadata."""
+    """Restates a worker's metadata, while inside, if it answers handshakes itself (<= 0.11.0)."""
     if release.facts.listens_in_scheduler:
         return nullcontext()
     listen = release.worker._nixl_handshake_listener

@@ -1,4 +1,4 @@
-"""How a worker says at the handshake that its blocks are cross-layer blocks.
+"""The statement in a handshake that a worker's blocks are cross-layer blocks.
 
 No release has a field for it. The layout's name carries it, which every release from
 0.11.1 on compares with its own, and the attention backend's, which those <= 0.12
@@ -25,12 +25,12 @@ _FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-
 
 @dataclass(frozen=True)
 class CrossLayerForm:
-    """What a cross-layer block looks like, whatever its sizes.
+    """The form of a cross-layer block, without its sizes.
 
     Attributes:
-        block_tokens: of a kernel block, which is what a cross-layer block holds.
+        block_tokens: the tokens of a kernel block; a cross-layer block holds one.
         kernel_blocks_per_block: cross-layer blocks in one of the blocks that ids count.
-        axes: of each layer's part.
+        axes: the axes of each layer's part.
         places: :func:`places_digest`, so that both sides have the same layers in one place;
             or :func:`packed_digest`.
     """

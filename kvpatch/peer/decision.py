@@ -1,4 +1,4 @@
-"""Whether a peer is left to the release, read by us, or refused: the decision of a handshake.
+"""The decision of a handshake: the release keeps a peer, kvpatch reads from it, or refuses it.
 
 :func:`decide` is made of values alone; :mod:`kvpatch.load.remote_agents` reads them and acts.
 """
@@ -59,7 +59,7 @@ class Stock:
 
 @dataclass(frozen=True)
 class Read:
-    """We read the peer.
+    """The decision that kvpatch reads from the peer.
 
     Attributes:
         open_to: as of :class:`Stock`, where like peers are ours to read.
@@ -71,7 +71,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Nobody here can read the peer.
+    """The decision to refuse the peer: neither the release nor kvpatch can read it.
 
     Attributes:
         reason: both geometries, and what keeps one from the other.

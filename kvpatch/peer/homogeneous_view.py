@@ -1,4 +1,4 @@
-"""What the release is shown of a heterogeneous peer: one of this worker's own geometry.
+"""The metadata that the release is shown of a heterogeneous peer: this worker's own geometry.
 
 The release then prepares and books what it does for a homogeneous peer, within the memory that
 the peer registered. Which bytes a read moves is decided elsewhere.
@@ -147,17 +147,17 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
 def book_own_cut(
     worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
 ) -> None:
-    """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
+    """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
-    It takes a page for no larger than its states need, and ends by an assertion, also between like
-    engines.
+    By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
+    even between like engines.
     """
     if facts.books_cuts_of_peers:
         worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
 
 
 def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractContextManager[None]:
-    """While inside, the worker compares its peer's layout with this one."""
+    """Makes the worker compare its peer's layout with this one, while inside."""
     return replaced(worker, kv_cache_layout=layout) if facts.states_layout else nullcontext()
 
 
@@ -188,7 +188,7 @@ def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int |
 def model_of_heads(
     worker: Any, facts: ReleaseFacts, heads: int | None
 ) -> AbstractContextManager[None]:
-    """While inside, the worker takes its model for one of so many heads; None for its own."""
+    """Makes the worker take its model for one of so many heads, while inside; None for its own."""
     if heads is None or not facts.topology:
         return nullcontext()
     values = {"total_num_kv_heads": heads}

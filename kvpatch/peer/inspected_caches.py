@@ -24,13 +24,13 @@ Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
 
 @dataclass(frozen=True)
 class InspectedCaches:
-    """What a worker is about to register.
+    """The caches that a worker is about to register.
 
     Attributes:
-        cache: its layers, groups and key order; None where it cannot be read into.
-        behind: the same of the device's tensors where those are a host buffer's.
+        cache: the layers, groups and key order; None where kvpatch cannot read into them.
+        behind: the same of the device's tensors, where those to register are a host buffer's.
         states: the pages of the layers with recurrent state.
-        blocks_hold_both: of :func:`has_both_in_blocks`.
+        blocks_hold_both: the result of :func:`has_both_in_blocks`.
     """
 
     cache: Cache | None

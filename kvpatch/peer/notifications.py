@@ -23,7 +23,7 @@ _REGISTRATION = b"PUSH_REG:"
 
 
 class Notifications:
-    """Those of one worker."""
+    """The filter of one worker's notifications."""
 
     def __init__(self, worker: Any, facts: ReleaseFacts) -> None:
         self._worker, self._facts = worker, facts

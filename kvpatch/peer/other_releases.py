@@ -81,11 +81,11 @@ _OPTIONAL = frozenset(
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank of a P of another release has stated, in its own words.
+    """The metadata that a rank of a P of another release has stated, in the form of that release.
 
     Attributes:
-        releases: that it may be of.
-        fields: of its metadata, by name.
+        releases: the releases that it may be of.
+        fields: the fields of its metadata, by name.
     """
 
     releases: Releases
@@ -99,7 +99,7 @@ class Statement:
 
 @dataclass(eq=False)
 class PeerReleases:
-    """What a scheduler, or a worker, knows of its peers' releases, by engine id."""
+    """The releases of peers, as far as a scheduler or a worker knows them, by engine id."""
 
     _answers: RecentEngines[Releases] = field(default_factory=RecentEngines)
     _stated: RecentEngines[dict[int, Statement]] = field(default_factory=RecentEngines)
@@ -113,7 +113,7 @@ class PeerReleases:
             self._answers[engine_id] = releases_by_answer(params)
 
     def of(self, engine_ids: Iterable[str]) -> dict[str, Releases]:
-        """By engine, where something is known of it."""
+        """Returns the releases of those engines that something is known of, by engine."""
         found = ((engine_id, self._answers.get(engine_id)) for engine_id in engine_ids)
         return {engine_id: releases for engine_id, releases in found if releases}
 
@@ -149,7 +149,7 @@ _GET = b"get_meta_msg"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a P listens."""
+    """The address at which a P listens."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Where a peer's layers lie: its planes, from what it states and from how our own layers lie.
+"""The places of a peer's layers: its planes, from what it states and from our own layers.
 
 Both ends run one model, so the peer holds the same contents, and in the same form, but where its
 attention backend or its release is another, which is then said of it. In releases <= 0.28 a region

@@ -15,12 +15,12 @@ from kvpatch.peer.remote_states import RemoteStates
 
 
 class Rest(NamedTuple):
-    """What is read of a rank once others of its peer are read too.
+    """The part of a rank that is read, once other ranks of its peer are read too.
 
     Attributes:
-        overlaps: of those of our heads that none of the others has.
-        taken: the heads that others have.
-        is_nothing: whether they have all that it has of ours.
+        overlaps: the copies of local heads that none of the other ranks has.
+        taken: the local heads that the other ranks have.
+        is_nothing: True if the other ranks have all local heads that this rank has.
     """
 
     overlaps: tuple[Overlap, ...]
@@ -30,7 +30,7 @@ class Rest(NamedTuple):
 
 @dataclass(eq=False)
 class RemoteRank:
-    """One rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
+    """A rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
 
     metadata: AgentMetadata
     regions: tuple[Region, ...]
@@ -54,12 +54,10 @@ class RemoteRank:
         return names_of_heads(self.planes)
 
     def behind(self, others: tuple[RemoteRank, ...], local: Sequence[Plane]) -> Rest:
-        """Returns what of ours is read of it behind other ranks, without the heads that come from
-        these.
+        """Returns the part of this rank that is read once `others` are read: heads they lack.
 
-        Each head is read from one rank. Copies of several need not be one: matrices of other shapes
-        are
-        multiplied in other orders, on a CPU at least.
+        Each head is read from one rank. Copies on several ranks may differ in their bytes: matrices
+        of other shapes are multiplied in other orders, at least on a CPU.
         """
         if not others:
             return Rest(self.overlaps)

@@ -1,4 +1,4 @@
-"""Where a peer has the recurrent states of our layers."""
+"""The places of our layers' recurrent states at a peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cach
 
 
 class StatesSizes(Protocol):
-    """What a peer states of itself, whoever reads it."""
+    """The sizes that every form of a peer's metadata states."""
 
     @property
     def state_bytes(self) -> tuple[int, ...]:

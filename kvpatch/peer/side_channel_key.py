@@ -72,7 +72,7 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
 
 
 def listen_under_key(socket: Any) -> None:
-    """Has a socket that is not bound yet answer under the key, where there is one."""
+    """Sets the key, if there is one, on a listening socket that is not bound yet."""
     secret = settings.side_channel_key().encode()
     if secret:
         socket.curve_secretkey = secret
@@ -80,7 +80,7 @@ def listen_under_key(socket: Any) -> None:
 
 
 def _ask_under_key(socket: Any, address: str) -> None:
-    """Has a socket that is not connected yet ask under the key; refuses a P without it."""
+    """Sets the key, if any, on a socket that is not connected yet; refuses a P without it."""
     secret = settings.side_channel_key().encode()
     if not secret:
         return
@@ -154,7 +154,7 @@ class _SameKey:
 
 @contextmanager
 def _same_key_alone(context: zmq.Context[Any]) -> Iterator[None]:
-    """While inside, sockets of a context that listen under the key take no other one."""
+    """Makes sockets of a context that listen under the key take no other key, while inside."""
     import zmq
     from zmq.auth.thread import ThreadAuthenticator
 

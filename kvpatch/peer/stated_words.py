@@ -1,4 +1,4 @@
-"""What P's kvpatch states beside all that its release does; and how D hears it.
+"""The fields that P's kvpatch adds to its side channel's answer, and how D gets them.
 
 A release's handshake has no word for how a CPU's keys lie, nor for the types of recurrent states or
 the slots of a ring of keys. One of ``<= 0.20`` does not say all of a block either. P's answer at
@@ -114,7 +114,7 @@ def with_names(stated: Any, words: Mapping[str, str]) -> Any:
 
 @dataclass(eq=False)
 class SideChannels:
-    """Where a worker's peers answer, by engine id.
+    """The addresses at which a worker's peers answer, by engine id.
 
     Attributes:
         warned: the peers that are taken for like engines, of which the log says so.
@@ -124,7 +124,7 @@ class SideChannels:
     warned: RecentEngines[None] = field(default_factory=RecentEngines)
 
     def words(self, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> Mapping[str, object]:
-        """All that a rank answers, by name; nothing where it does not answer, as a map."""
+        """Returns a rank's whole answer, by name; empty where it does not answer with a map."""
         import zmq
 
         address = self.found.get(engine_id)

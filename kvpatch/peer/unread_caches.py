@@ -61,10 +61,12 @@ class UnreadCache:
 
 @dataclass(frozen=True)
 class UncheckedMetadata:
-    """What a cache that we do not read into asks of a peer's metadata; the release checks it.
+    """The peer's metadata, as far as a cache needs it that kvpatch does not read into.
+
+    The release checks the rest.
 
     Attributes:
-        memory_layout: by the word of its kvpatch; None without one, as a mirror of vLLM's has it.
+        memory_layout: the layout that the peer's kvpatch states; None where it states none.
     """
 
     engine_id: str

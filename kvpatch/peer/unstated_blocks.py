@@ -144,7 +144,7 @@ def _with_layout(ours: LocalGeometry, found: Completed, declared: DeclaredGeomet
 
 
 def _with_cut(ours: LocalGeometry, found: Completed, declared: DeclaredGeometry) -> Completed:
-    """From 0.11.1 to 0.20: into how many kernel blocks a block is cut, where a backend may."""
+    """Completes the kernel blocks in a block, where a backend may cut blocks (0.11.1 to 0.20)."""
     peer, sizes, wanted = found.peer, ours.kernel_sizes, declared.block_tokens
     tokens = peer.block_tokens
     if peer.kernel_blocks_per_block is not None or tokens is None:

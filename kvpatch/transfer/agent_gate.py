@@ -44,7 +44,7 @@ _MOST_UNANSWERED = 16
 
 
 class _Side:
-    """One lock of an engine's threads; whoever waits for the progress thread goes before it."""
+    """A lock of an engine's threads; the progress thread lets those go first that wait for it."""
 
     def __init__(self) -> None:
         #: One for each thread that waits; its ends are changed in one go, as a number is not.
@@ -77,7 +77,7 @@ class _Side:
 
     @contextmanager
     def unless_taken(self) -> Iterator[bool]:
-        """While inside, whether it is this thread's; another one's is not waited for."""
+        """Takes the lock while inside and yields True; yields False if another has it or waits."""
         is_ours = not self._waiting and self._lock.acquire(blocking=False)
         try:
             if is_ours:
@@ -91,7 +91,7 @@ class _Side:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While inside, it is this thread's, which lets those go first that wait for it."""
+        """Takes the lock while inside, after the threads that wait for it."""
         # Whoever is inside already must not wait for those who wait for it.
         while self._waiting and self._inside != get_ident():
             time.sleep(_STEP_ASIDE_SECONDS)
@@ -108,7 +108,7 @@ class _Side:
 
 
 class _Messages:
-    """What the progress thread has heard on behalf of the engine's step."""
+    """The notifications that the progress thread has received in place of the engine's step."""
 
     def __init__(self) -> None:
         self.are_wanted = False
@@ -119,7 +119,7 @@ class _Messages:
             self._heard.extend((sender, message) for message in messages)
 
     def taken_with(self, found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
-        """All that was added, and behind it what was found just now."""
+        """Returns all messages that were added, and behind them those that were found just now."""
         if not self._heard:
             return found
         taken: dict[Any, list[Any]] = {}
@@ -132,23 +132,23 @@ class _Messages:
 
 
 class AgentGate:
-    """One agent's. Neither a step nor the progress thread waits for a handshake."""
+    """The locks of one agent. Neither a step nor the progress thread waits for a handshake."""
 
     def __init__(self) -> None:
         self._steps, self._handshakes = _Side(), _Side()
         self.messages = _Messages()
 
     def side_of(self, name: str) -> _Side:
-        """Where an engine's call of that name is made."""
+        """Returns the lock that an engine's call of that name takes."""
         return self._steps if name in STEP_CALLS else self._handshakes
 
     def without_handshakes(self) -> AbstractContextManager[bool]:
-        """While inside, none is in the agent; False where one is, which is not waited for."""
+        """Keeps handshakes out of the agent while inside; yields False at once if one is in it."""
         return self._handshakes.unless_taken()
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """While inside, the progress thread may make a call of that name."""
+        """Lets the progress thread make a call of that name, while inside."""
         apart = nullcontext() if name in STEP_CALLS else self._handshakes.alone()
         with apart, self._steps.alone():
             yield
@@ -169,11 +169,11 @@ class EngineAgent(AgentProxy):
 
     @property
     def gate(self) -> AgentGate:
-        """Its gate, which every thread of the agent has to use."""
+        """Returns the gate that every thread of the agent has to use."""
         return self._self_gate
 
     def check_xfer_state(self, handle: Any) -> Any:
-        """As NIXL's own; ``PROC`` where it cannot be asked for now, but not for long."""
+        """Returns NIXL's state of a transfer; ``PROC`` for a short time if the agent is busy."""
         look = self.__wrapped__.check_xfer_state
         if self._self_unanswered < _MOST_UNANSWERED:
             found = self._self_steps.call_now(look, handle)
@@ -187,7 +187,7 @@ class EngineAgent(AgentProxy):
         return found
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
-        """As NIXL's own; {sender: messages}."""
+        """Returns NIXL's notifications, {sender: messages}; does not wait for another thread."""
         if args or kwargs:
             return self._self_steps.call(self.__wrapped__.get_new_notifs, *args, **kwargs)
         messages = self._self_gate.messages

@@ -1,4 +1,4 @@
-"""Which allocation is behind an address, where an allocator swaps pages under its tensors.
+"""The allocation behind an address, where an allocator swaps pages under its tensors.
 
 kvcached maps one page of zeros wherever none of its own is, and its own while a block in
 it is in use: every address can be read and written, and the driver alone knows whether
@@ -21,11 +21,11 @@ _PROBES = 8
 
 @dataclass(frozen=True)
 class Driver:
-    """Who can tell.
+    """The driver's knowledge of allocations.
 
     Attributes:
-        allocation_at: the allocation that is mapped at an address, by a number; None where
-            the address is none of mapped pages.
+        allocation_at: the number of the allocation that is mapped at an address; None where the
+            address is not one of mapped pages.
         granule_bytes: the smallest page; every page begins at a multiple of it.
     """
 

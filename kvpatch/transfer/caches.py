@@ -33,7 +33,7 @@ class Caches:
 
     @cached_property
     def _memory(self) -> Bytes | None:
-        """All layers'; None where a device's allocations cannot be one range."""
+        """Returns the memory of all layers; None if a device's allocations cannot be one range."""
         return one_memory(self._tensors.values())
 
     @cached_property
@@ -47,14 +47,14 @@ class Caches:
 
     @property
     def device(self) -> torch.device:
-        """Where the caches lie, the staging buffer too."""
+        """Returns the device of the caches and of the staging buffer."""
         return next(iter(self._tensors.values())).device
 
     def mark(self) -> Any:
-        """What the engine's thread has told the device by now; None where copies end at once.
+        """Marks the device work that the engine's thread has queued; None where copies end at once.
 
-        Called when a read begins: what the model has under way then may be of whoever had these
-        blocks before.
+        It is called when a read begins. The model's work that is queued then may still use these
+        blocks for the request that had them before.
         """
         streams = streams_of(self.device)
         if streams is None:
@@ -173,5 +173,5 @@ def placing_on(device: torch.device) -> PlaceOnDevice:
 
 
 def done() -> bool:
-    """Of a copy that is done when it has been asked for."""
+    """Returns True: for a copy that is over as soon as it was asked for."""
     return True

@@ -77,17 +77,17 @@ class CheckedTransfer(OwnRead):
         return self._state
 
     def void(self) -> bool:
-        """Nothing: vLLM's own transfer ends as it would without kvpatch."""
+        """Does nothing: vLLM's own transfer ends as it would without kvpatch."""
         return False
 
     def telemetry(self) -> Any:
-        """As NIXL's own, of the data alone."""
+        """Returns NIXL's telemetry of the data alone."""
         if self._telemetry is None and self._handle is not None:
             self._telemetry = self._nixl.get_xfer_telemetry(self._handle)
         return self._telemetry
 
     def release(self) -> None:
-        """As NIXL's own; a second time does nothing, but behind an error (vLLM tries again)."""
+        """Releases the transfer; a second call does nothing, but after an error (vLLM retries)."""
         if self._state == "PROC":  # it is not done now, whatever NIXL says of it later
             self._leave()
         if self._handle is not None:

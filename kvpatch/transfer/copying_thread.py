@@ -21,7 +21,7 @@ _NAME = "kvpatch-copies"
 
 
 class CopyingThread:
-    """One worker's thread, which starts with the first copy.
+    """The copying thread of one worker, which starts with the first copy.
 
     Copies are made one by one, in the order of asking. Where it cannot run, since it was stopped
     for example, each copy is made when it is asked for.

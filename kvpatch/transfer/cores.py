@@ -12,7 +12,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def cores_of_all_threads() -> set[int]:
-    """Those that any thread of the process may run on; empty where that cannot be told."""
+    """Returns the cores that any thread of the process may run on; empty where that is unknown."""
     if not _TASKS.is_dir() or not hasattr(os, "sched_getaffinity"):
         return set()
     cores: set[int] = set()

@@ -18,7 +18,7 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class JoinedRead(OwnRead):
-    """One request's reads, one from each rank, each of which tells its own rank.
+    """The reads of one request, one from each rank, each of which notifies its own rank.
 
     One that fails leaves the others going on: blocks may be handed out again when nothing
     is written to them any more.
@@ -85,7 +85,7 @@ class JoinedRead(OwnRead):
         return "DONE"
 
     def void(self) -> bool:
-        """As a staged read's, of those among these; False where there is none that goes on."""
+        """Voids those of these reads that go on; False if none does."""
         self._given_up += [r for r in self._going if isinstance(r, OwnRead) and r.void()]
         return bool(self._given_up)
 

@@ -1,4 +1,4 @@
-"""How long a peer keeps the blocks that are read, and what checks say of a read of them.
+"""The time for which a peer keeps blocks that are read, and the checks of a read of them.
 
 The rule: a read that ends after P's lease must have run out counts as failed by a check. P may have
 given the blocks to another request by then, and says nothing of it. D counts the lease on its own
@@ -65,11 +65,11 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Lease:
-    """P's, of the blocks of one request.
+    """The lease that P grants for the blocks of one request.
 
     Attributes:
         granted: when it ends without heartbeats, as ``time.monotonic`` counts; never by default.
-        heartbeats: that extend it; None where none does.
+        heartbeats: the heartbeats that extend it; None where none do.
     """
 
     granted: float = inf
@@ -77,7 +77,7 @@ class Lease:
 
     @property
     def end(self) -> float:
-        """When it is over, by what is known now."""
+        """Returns when the lease is over, by what is known now."""
         return self.granted if self.heartbeats is None else self.heartbeats.extended(self.granted)
 
 
@@ -172,15 +172,15 @@ class Check(Protocol):
 
 @dataclass(eq=False)
 class Lifetime:
-    """What D knows of the blocks that one read reads.
+    """The state of the blocks that one read reads, as far as D knows it.
 
     Attributes:
-        lease: of the blocks.
-        request_id: whose they are, for the log.
-        agent: the peer's rank, as NIXL calls it.
-        checks: that are still to be asked, in order.
-        verdict: what the read has found out; None where it knows nothing, or not yet.
-        fail_check: called if a check fails the read; on whatever thread.
+        lease: the lease of the blocks.
+        request_id: the request that they belong to, for the log.
+        agent: the name of the peer's rank in NIXL.
+        checks: the checks that are still to be asked, in order.
+        verdict: the result that the read has found; None where there is none, or not yet.
+        fail_check: called on any thread if a check fails the read.
     """
 
     lease: Lease = field(default_factory=Lease)

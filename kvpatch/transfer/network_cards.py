@@ -1,4 +1,4 @@
-"""Which network cards UCX may register memory with, by what the machine has and by UCX_*.
+"""The network cards that UCX may register memory with, by the machine's cards and by UCX_*.
 
 A card reads and writes the physical pages that were there when memory was registered; UCX's
 other transports go by virtual address at each transfer. What cannot be told counts as a card.
@@ -34,7 +34,7 @@ _RANGE = re.compile(r"[\[*?]")
 
 @dataclass(frozen=True)
 class Port:
-    """One port of a card: InfiniBand, RoCE or EFA.
+    """A port of a card: InfiniBand, RoCE or EFA.
 
     Attributes:
         link: what the kernel calls its link layer; empty where it does not say.
@@ -71,7 +71,7 @@ def _said(path: Path) -> str:
 def ports_in_play(
     ports: Iterable[Port], transports: str | None, devices: str | None
 ) -> tuple[Port, ...]:
-    """Those of the ports that UCX may use.
+    """Returns the ports that UCX may use.
 
     Args:
         transports: ``UCX_TLS``; None where it is not set.
@@ -118,5 +118,5 @@ def _names(listed: str) -> list[str]:
 
 
 def beside_ucx(backends: Iterable[str]) -> tuple[str, ...]:
-    """Those of NIXL's backends that are not UCX."""
+    """Returns the NIXL backends that are not UCX."""
     return tuple(backend for backend in backends if backend not in _UCX)

@@ -37,7 +37,7 @@ def prepare_read(
     local_address: Int64Array,
     length: Int64Array,
 ) -> Any:
-    """One READ of all runs, whatever their number; the caller starts it.
+    """Prepares one READ of all runs, whatever their number; the caller starts it.
 
     Args:
         nixl: an agent of NIXL's Python API.
@@ -76,7 +76,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """What an agent's transfers can raise: NIXL's errors have no class in common."""
+    """Returns the errors that an agent's transfers can raise: NIXL's have no class in common."""
     return _errors_of(nixl.__class__)
 
 

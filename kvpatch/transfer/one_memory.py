@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 
 
 def storage_of(tensor: torch.Tensor) -> Bytes:
-    """All of a tensor's own allocation."""
+    """Returns all of a tensor's own allocation."""
     import torch
 
     storage = tensor.untyped_storage()

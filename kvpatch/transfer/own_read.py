@@ -1,4 +1,4 @@
-"""What a release drives like one of NIXL's transfers."""
+"""The interface of a kvpatch read that a release drives like one of NIXL's transfers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Fate:
-    """What has become of a read.
+    """The state of a read.
 
-    By itself: every step asks for it of every read, and of a thousand reads' attributes few are in
-    the processor's cache.
+    It is an object of its own because every step asks it of every read. Of the attributes of a
+    thousand reads, few are in the processor's cache.
 
     Attributes:
         outcome: ``DONE``, ``PROC`` or ``ERR``.
@@ -22,7 +22,7 @@ class Fate:
 
 
 class OwnRead:
-    """One request's read, in place of a transfer: started, asked for its state, let go of.
+    """A read of one request in place of a transfer: started, polled for its state, released.
 
     Each step asks of each transfer whether it is one of these. That takes ten times as long of
     an abstract class, so this is a plain one.
@@ -52,7 +52,7 @@ class OwnRead:
         raise NotImplementedError
 
     def telemetry(self) -> Any:
-        """What NIXL counts of a transfer, summed up over all that it consisted of."""
+        """Returns NIXL's telemetry, summed up over all transfers that the read consisted of."""
         raise NotImplementedError
 
     def release(self) -> None:

@@ -36,7 +36,7 @@ PlaceOnDevice = Callable[["torch.Tensor", Sequence[tuple[Bytes, Placement]]], No
 
 
 class Side(NamedTuple):
-    """One end of a move.
+    """An end of a move.
 
     Attributes:
         offset: of the first staged or local block's pattern, in bytes.
@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the axes of layers, and then of those of the blocks."""
+        """Returns the sizes of the axes of layers, then those of the axes of blocks."""
         return (*(size for size, _ in self.layers), *self.numbers.ids.shape)
 
     def numbered(self) -> Side:
@@ -74,7 +74,7 @@ class Side(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One strided copy: for every pair of a staged and a local block, the same pattern of runs.
+    """A strided copy: for every pair of a staged and a local block, the same pattern of runs.
 
     Attributes:
         run_bytes: contiguous on both sides.
@@ -161,7 +161,7 @@ def place_in_host_memory(
 
 @lru_cache(_KNOWN_PATTERNS)
 def _item(run_bytes: int, unit_bytes: int) -> np.dtype[Any]:
-    """What numpy moves at once: a number where it has one of that width, else opaque bytes."""
+    """Returns the numpy type that moves at once: a number where one has that width, else bytes."""
     return np.dtype(f"u{run_bytes}" if run_bytes == unit_bytes else f"V{run_bytes}")
 
 
@@ -194,7 +194,7 @@ def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt
 
 
 def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
-    """As :func:`place_in_host_memory`, on the device of both, in its current stream.
+    """Does :func:`place_in_host_memory` on the device of both, in its current stream.
 
     Args:
         staging: ``uint8``, one-dimensional.

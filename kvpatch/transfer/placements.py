@@ -1,4 +1,4 @@
-"""What of a read has landed in the staging pool, on its way to its place."""
+"""The parts of a read that have landed in the staging pool, on the way to their places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpatch.transfer.storageless import AnyCaches
 
 
 class Placements:
-    """One read's copies that are not over. The pool gets their space back when they are.
+    """The copies of one read that are not over. The pool gets their space back when they are.
 
     Args:
         caches: where they are placed.
@@ -36,7 +36,7 @@ class Placements:
         return len(self._copies)
 
     def mark(self) -> None:
-        """What the engine's thread has told the device by now comes before all of them."""
+        """Orders all copies behind the device work that the engine's thread has queued by now."""
         self._after = self._caches.mark()
 
     @property

@@ -80,7 +80,7 @@ _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
-    """As :func:`kvpatch.transfer.place.place_on_device`, in one launch, in the current stream.
+    """Does :func:`kvpatch.transfer.place.place_on_device` in one launch, in the current stream.
 
     Args:
         staging: ``uint8``, one-dimensional.
@@ -138,7 +138,7 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
 
 
 def place_surely(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
-    """As :func:`place_by_kernel`; by indexing where the kernel cannot be compiled.
+    """Does :func:`place_by_kernel`, or indexes instead where the kernel cannot be compiled.
 
     Raises:
         UnplannableCopy: a move has more units than the kernel can count.

@@ -121,7 +121,7 @@ class Inbox(Generic[_Item]):
 
 
 class ProgressThread:
-    """One worker's; it starts with the first read and ends when there was none for a while.
+    """The progress thread of one worker; starts with the first read, and ends when idle for long.
 
     Where it cannot run (it was stopped, an error ended it) each read goes on when it is asked for
     its state.
@@ -180,12 +180,12 @@ class ProgressThread:
                 self._is_stopped, self.is_running = True, False
 
     def drop(self, read: StagedRead) -> None:
-        """Has a read let go of that nobody asks for any more. May be called from anywhere."""
+        """Makes the progress thread let go of a read that no step polls. Any thread may call it."""
         self._inbox.put((read, False))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While inside, nothing is done for any read but copies that were handed over before.
+        """Keeps the progress thread from all reads while inside; copies that it handed over go on.
 
         For an engine's thread.
         """
@@ -256,7 +256,7 @@ class ProgressThread:
                 self.is_running = False
 
     def _as_the_engine(self) -> AbstractContextManager[Any]:
-        """While inside, this thread sees the device, and may write to what the engine's may."""
+        """Sets this thread's device, and lets it write to the engine's tensors while inside."""
         import torch
 
         if self._device.type == "cpu":
@@ -293,7 +293,7 @@ class ProgressThread:
                         return
 
     def _call_all(self, now: float) -> None:
-        """Has reads that wait looked at too, now and then."""
+        """Polls the waiting reads too, every ``_SURELY_SECONDS``."""
         if now - self._saw_all < _SURELY_SECONDS:
             return
         self._saw_all = now
@@ -324,7 +324,7 @@ class ProgressThread:
         return has_moved
 
     def _free_for(self, read: StagedRead) -> AbstractContextManager[bool]:
-        """While inside, whether a read may go on: beside a handshake no memory is registered."""
+        """Yields True if a read may go on: no memory is registered beside a handshake."""
         # Nor is a handshake waited for: a step that gives a read up would wait too.
         return (
             self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
@@ -374,7 +374,7 @@ class BackgroundRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
-        """What the thread has come to; without a thread it is done here."""
+        """Returns the read's state; moves the read on here where no progress thread runs."""
         outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
@@ -382,7 +382,7 @@ class BackgroundRead(OwnRead):
         return outcome
 
     def void(self) -> bool:
-        """As a staged read's; nothing is placed any more when it returns."""
+        """Voids the staged read; the progress thread places nothing after this returns."""
         with self._thread.paused():
             return self._read.void()
 
@@ -390,7 +390,7 @@ class BackgroundRead(OwnRead):
         return self._read.telemetry()
 
     def release(self) -> None:
-        """As a staged read's; nothing is placed any more when it returns."""
+        """Releases the staged read; the progress thread places nothing after this returns."""
         if self._read.holds_nothing:
             return
         with self._thread.paused():

@@ -46,7 +46,7 @@ class _Flight(NamedTuple):
 
 
 class _Stage(Enum):
-    """How far a read is. One that is given up may fail too; nothing leads back."""
+    """The stage of a read. One that is given up may fail too; no stage leads back."""
 
     NEW = auto()
     GOING = auto()
@@ -55,7 +55,7 @@ class _Stage(Enum):
 
 
 class StagedRead(OwnRead):
-    """One request's read from one rank of a peer.
+    """The read of one request from one rank of a peer.
 
     The peer is told by a notification of its own, once, when the last byte has been read.
     A read that fails goes on until all that it has on the wire is over: what NIXL was
@@ -232,7 +232,7 @@ class StagedRead(OwnRead):
         self._end_untold()
 
     def let_go(self) -> None:
-        """As :meth:`release`, of a read that nobody asks for any more."""
+        """Does :meth:`release` for a read that no step polls any more; logs NIXL's errors."""
         try:
             self.release()
         except errors_of(self._nixl):
@@ -245,7 +245,7 @@ class StagedRead(OwnRead):
             self.let_go()
 
     def _end_untold(self) -> None:
-        """Nothing more is done for it, and nobody is told of it."""
+        """Ends the read without a notification to the peer."""
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"
 
@@ -473,7 +473,7 @@ class StagedRead(OwnRead):
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:
-        """What NIXL says of the transfer when it has posted it."""
+        """Posts a transfer and returns the state that NIXL gives it."""
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
         return self._nixl.transfer(handle)

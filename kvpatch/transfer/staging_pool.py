@@ -34,7 +34,7 @@ _QUARANTINE_SECONDS = 120.0
 
 
 class Space(NamedTuple):
-    """Bytes ``start`` to ``end`` of a buffer."""
+    """The bytes ``start`` to ``end`` of a buffer."""
 
     start: int
     end: int
@@ -115,7 +115,7 @@ class Turn:
 
     @property
     def reader(self) -> object:
-        """Whose place it is; None where it was dropped."""
+        """Returns the reader that waits in this place; None if it was dropped."""
         return self._reader()
 
     def is_of(self, reader: object) -> bool:
@@ -177,7 +177,7 @@ class StagingPool:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole pool, whether or not it has been made."""
+        """Returns the size of the whole pool, even before its memory is allocated."""
         return self._room.size_bytes
 
     @property
@@ -190,7 +190,7 @@ class StagingPool:
 
     @property
     def lost_bytes(self) -> int:
-        """Bytes that nobody uses because a transfer may still write to them."""
+        """Returns the bytes that no read can use because a transfer may still write to them."""
         return sum(one.space.end - one.space.start for one in self._lost)
 
     def tell(self, book: Book, rank: str) -> None:
@@ -242,7 +242,7 @@ class StagingPool:
         return turn
 
     def _first(self, peer: str) -> Turn | None:
-        """Who waits for the longest among a peer's, and is told so."""
+        """Returns the turn that has waited longest among a peer's, and marks it as the first."""
         queue = self._queues.get(peer)
         while queue and queue[0].is_over:
             turn = queue.popleft()
@@ -364,7 +364,7 @@ class StagingPool:
         self._lost.append(_Lost(space, is_over))
 
     def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
-        """As :meth:`lose`, of a transfer that has failed: its peer need not wait for that."""
+        """Does :meth:`lose` for a failed transfer: its peer's other reads need not wait for it."""
         self._disown(space)
         self.lose(space, is_over)
 

@@ -55,7 +55,7 @@ def shown(tensor: torch.Tensor, outermost: int = 0) -> torch.Tensor:
 
 
 def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:
-    """Some blocks in host memory, [block, the other dimensions]."""
+    """Copies some blocks to host memory, [block, the other dimensions]."""
     _begin(tensor)
     numbers = _numbers(tensor, blocks)
     found = tensor.index_select(dimension, numbers).cpu().movedim(dimension, 0)
@@ -75,7 +75,7 @@ def store(tensor: torch.Tensor, dimension: int, blocks: Int64Array, found: torch
 
 
 def _begin(tensor: torch.Tensor) -> None:
-    """Has a device begin what it was told so far, where it would put that off."""
+    """Starts the work that was queued on a device, where the device would put it off (XLA)."""
     if tensor.device.type == "xla":
         import torch_xla
 
@@ -134,7 +134,7 @@ class StoragelessCopies:
             as_integers(target).index_copy_(dimension, numbers, as_integers(found))
 
     def settle(self) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
 
 class StoragelessCaches:
@@ -188,12 +188,12 @@ class StoragelessCaches:
         return torch.device("cpu")
 
     def mark(self) -> None:
-        """Nothing: such a device does what it is told in turn."""
+        """Returns nothing: such a device does its work in the order in which it was queued."""
 
     def place(
         self, staging: torch.Tensor, placements: tuple[Placement, ...], after: None
     ) -> Callable[[], bool]:
-        """As :meth:`kvpatch.transfer.caches.Caches.place`; done when it returns."""
+        """Does :meth:`kvpatch.transfer.caches.Caches.place`; the copy is over when this returns."""
         import torch
 
         by_tensor: dict[int, list[Placement]] = {}
@@ -217,7 +217,7 @@ class StoragelessCaches:
         return done
 
     def zero(self, tails: Tails, after: None) -> Callable[[], bool]:
-        """As :meth:`kvpatch.transfer.caches.Caches.zero`; done when it returns."""
+        """Does :meth:`kvpatch.transfer.caches.Caches.zero`; the copy is over when this returns."""
         for planes, tail in tails:
             for plane in planes if len(tail) else ():
                 self._zero(plane, tail)
@@ -233,10 +233,10 @@ class StoragelessCaches:
         store(tensor, dimension, touched, blocks)
 
     def settle(self) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
     def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
-        """All is done already."""
+        """Does nothing: all copies are over already."""
 
 
 def _renumbered(segments: Segments, blocks: Int64Array) -> Segments:

@@ -1,4 +1,4 @@
-"""What NIXL counts of transfers, summed up over all that a read consisted of."""
+"""The telemetry of NIXL's transfers, summed up over all that a read consisted of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpatch.transfer.nixl import errors_of
 
 @dataclass
 class Telemetry:
-    """What NIXL counts of a transfer, over all that a read consisted of. Times in us.
+    """The telemetry of a read, summed up over its transfers. Times in us.
 
     Attributes:
-        way: how the bytes came; nothing here looks at it.
+        way: the path that the bytes took; nothing here looks at it.
     """
 
     startTime: int = 0  # noqa: N815 - NIXL's own names
@@ -39,7 +39,7 @@ class Telemetry:
 
 
 def sum_of(found: Iterable[Any]) -> Telemetry:
-    """What several transfers come to."""
+    """Sums up the telemetry of several transfers."""
     total = Telemetry()
     for one in found:
         if one is not None:

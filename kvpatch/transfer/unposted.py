@@ -1,4 +1,4 @@
-"""What of a read is still to be posted: runs that go straight to their places, then chunks."""
+"""The parts of a read that are still to be posted: direct runs first, then chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SPREAD_RUNS = 1024
 
 
 class Unposted:
-    """What is left to post of a read; nothing before :meth:`plan`.
+    """The queue of the parts of a read that are still to be posted; empty before :meth:`plan`.
 
     Args:
-        direct: what goes straight to its place, and
-        chunks: what goes through the pool; both are made as they are needed.
+        direct: runs that go straight to their place; made as they are needed.
+        chunks: parts that go through the staging pool; made as they are needed.
 
     Attributes:
         runs: the next ones that go straight to their places; None where none are left.
@@ -57,7 +57,7 @@ class Unposted:
 
 
 class DirectRuns:
-    """What of a plan is still to be posted."""
+    """The runs of a plan that are still to be posted."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -95,5 +95,5 @@ class DirectRuns:
         )
 
     def _end_within(self, end_bytes: int) -> int:
-        """How many runs come to so many bytes, counted from the plan's first."""
+        """Counts the runs that come to so many bytes, from the plan's first."""
         return int(np.searchsorted(self._end_bytes, end_bytes, side="right"))

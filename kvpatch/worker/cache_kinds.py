@@ -1,4 +1,4 @@
-"""What a block of each kind of cache holds: the table of kinds, read from every release's source.
+"""The table of cache kinds, and what a block of each holds; read from every release's source.
 
 An allow-list. A spec class or an attention backend that is not in it may hold anything: its
 blocks move whole, between engines alike, and a peer of any other geometry is refused with the
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Holds(Enum):
-    """What may be done with a block."""
+    """The ways in which kvpatch may handle a block."""
 
     ROWS = "rows of tokens"
     """Cut, paired by token, and zeroed behind the last token."""
@@ -26,7 +26,7 @@ class Holds(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of cache.
+    """A kind of cache.
 
     Attributes:
         contents: of a block, in words, for refusals and docs.

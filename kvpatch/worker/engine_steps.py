@@ -48,7 +48,7 @@ class Around(NamedTuple):
 
 
 def around(method: Method, parts: Parts) -> Method:
-    """Has something done before a call and behind it; parts are :class:`Around`."""
+    """Runs the parts' functions before and after each call; parts are :class:`Around`."""
     sorted_out = parts.on, _befores(parts.on), _afters(parts.on)
 
     @wraps(method)
@@ -77,7 +77,7 @@ def _afters(on: Iterable[Around]) -> tuple[Callable[[Any, Any], None], ...]:
 
 
 def amend(method: Method, parts: Parts) -> Method:
-    """Has something else returned; a part is (owner, what was returned) -> what is instead."""
+    """Changes the value that a call returns; a part is (owner, value) -> new value."""
 
     @wraps(method)
     def call(self: Any) -> Any:
@@ -91,7 +91,10 @@ def amend(method: Method, parts: Parts) -> Method:
 
 
 def hear(method: Method, parts: Parts) -> Method:
-    """Of ``update_from_output``; a part is (scheduler, output of connectors) -> nothing."""
+    """Passes what connectors report to parts, before ``update_from_output`` handles it.
+
+    A part is (scheduler, output of connectors) -> nothing.
+    """
 
     @wraps(method)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

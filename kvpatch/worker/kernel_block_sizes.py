@@ -1,4 +1,4 @@
-"""Into how many kernel blocks a peer's blocks may be cut, where its handshake does not say it.
+"""The kernel blocks that a peer's blocks may be cut into, where its handshake does not say.
 
 From 0.11.1 on a handshake states the tokens and the bytes of a kernel block, and on releases
 <= 0.20 not how many kernel blocks a block is cut into; block ids count blocks. P's kvpatch states
@@ -37,7 +37,7 @@ class KernelBlockSizes:
     blocks: tuple[int, ...] | None = None
 
     def parts(self, kernel_tokens: int) -> tuple[int, ...]:
-        """Into how many kernel blocks of a size a block may have been cut."""
+        """Returns the possible numbers of kernel blocks, of a given size, in a block."""
         if not self.cuts_some:
             return (1,)  # also of a size that this release does not allow
         most = max(_MOST_TOKENS // kernel_tokens, 1)
@@ -52,7 +52,7 @@ class KernelBlockSizes:
         return any(self.exact)
 
     def kernel_of(self, block_tokens: int) -> int | None:
-        """Tokens of the kernel blocks that a block is cut into; None of one that is not allowed."""
+        """Returns the tokens of a block's kernel blocks; None for a block that is not allowed."""
         if self.blocks is not None and block_tokens not in self.blocks:
             return None
         if self._takes(block_tokens):

@@ -40,7 +40,7 @@ KVSplit = Literal["together", "apart"]
 
 @dataclass(frozen=True)
 class LocalGeometry:
-    """What this worker registered, as far as a peer's cache is read against it.
+    """The cache that this worker registered, as far as a peer's cache is read against it.
 
     Attributes:
         layers: every attention layer's cache.
@@ -247,11 +247,11 @@ def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
 
 
 def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
-    """Has the worker state the layout that its tensors have, where it believes in another.
+    """Makes the worker state the layout of its tensors, where it assumes another.
 
-    An allocator may hand out NHD where the release planned HND; a peer of other blocks
-    would read heads for tokens. One of a backend that has one layout knows what it states, as the
-    release does, which compares the names.
+    An allocator may hand out NHD where the release planned HND. A peer with other blocks would then
+    read heads for tokens. A backend with only one layout states the right one, and the release
+    compares the names.
     """
     if any(layer.has_heads_by_turns for layer in layers.values()):
         return
@@ -305,11 +305,11 @@ def _order_of(backend: Any) -> str | None:
 
 
 def state_own_order(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> str | None:
-    """Has a worker state the order that its tensors have, where an allocator chose another.
+    """Makes a worker state the order of its tensors' dimensions, where an allocator chose another.
 
     Returns:
-        What it would have stated, if that is another: it may be said by a peer with the same
-        allocator and without kvpatch, and by one that has that layout.
+        The layout that it would have stated, if that is another. A peer may still state it: one
+        with the same allocator and without kvpatch, or one that really has that layout.
     """
     known, shown = backend_layouts(release), layout_shown_by(layers)
     if not known or shown is None or shown in known:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatePages:
-    """Where the states of one layer lie on one rank.
+    """The place of one layer's states on one rank.
 
     Attributes:
         address: of the first block's page.
@@ -50,7 +50,7 @@ class StatePages:
 
 @dataclass(frozen=True)
 class StateInPool:
-    """One layer's recurrent state in a pool of cross-layer blocks.
+    """The recurrent state of one layer in a pool of cross-layer blocks.
 
     Attributes:
         place: among the parts of a block.
@@ -109,7 +109,7 @@ def tensors_of(cache: Any) -> tuple[Any, ...]:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes of one block's, from the first to past the last."""
+    """Returns the bytes of one block, from its first element to past its last."""
     axes = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
     # In elements, of which one has one.
     return int(extent_bytes(axes, 1) * tensor.element_size())

@@ -126,7 +126,7 @@ def _is_set(variable: str) -> bool:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One attention layer's tensor, read."""
+    """The cache of one attention layer, read from its tensor."""
 
     order: DimensionOrder
     planes: tuple[Plane, ...]
@@ -258,7 +258,7 @@ def _listed(names: Any) -> str:
 
 
 def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
-    """Where a tensor lies and how it is strided; reads no element."""
+    """Returns a tensor's place and strides; reads no element."""
     storage = tensor.untyped_storage()
     on_host = tensor.device.type == "cpu"
     return TensorFacts(
@@ -274,7 +274,7 @@ def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
 
 
 def page_bytes_of(layer: LayerCache) -> int:
-    """Bytes of one of a layer's kernel blocks."""
+    """Returns the bytes of one of a layer's kernel blocks."""
     return block_bytes(layer.planes)
 
 

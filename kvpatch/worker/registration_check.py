@@ -1,4 +1,4 @@
-"""Whether what a worker has registered is where its tensors' blocks lie.
+"""The check that the blocks a worker has registered are where its tensors' blocks lie.
 
 <= 0.28 a release computes a block's address from the bytes of its shape, and never asks the
 tensor for its strides; what it has computed stands on the worker as it registers them.
@@ -49,7 +49,7 @@ class _CheckedFirst(ObjectProxy):
         self._self_check: Callable[[], None] | None = check
 
     def check(self) -> None:
-        """Once."""
+        """Runs the check, the first time that it is called."""
         check, self._self_check = self._self_check, None
         if check is not None:
             check()

@@ -103,7 +103,7 @@ class ReleaseWorker:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where each region starts."""
+        """Returns the address where each region starts."""
         addresses = self.worker.kv_caches_base_addr[self.worker.engine_id]
         if isinstance(addresses, Mapping):  # by rank, from 0.14
             addresses = addresses[self.worker.tp_rank]
@@ -111,7 +111,7 @@ class ReleaseWorker:
 
     @property
     def region_block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block in each region."""
+        """Returns the bytes of a block in each region."""
         if self.facts.has_bytes_by_region:
             return tuple(self.worker.block_len_per_layer)
         return (self.worker.block_len,) * len(self.addresses)
@@ -138,13 +138,14 @@ class ReleaseWorker:
 
     @property
     def planned_blocks(self) -> int | None:
-        """How many blocks it will register; None where it asks the tensors (<= 0.17)."""
+        """Returns the number of blocks to register; None where the tensors decide it (<= 0.17)."""
         return int(self.worker._logical_num_blocks) if self.facts.has_cache_groups else None
 
     def set_blocks(self, blocks: int) -> None:
-        """Has it register another number of blocks.
+        """Makes the worker register another number of blocks.
 
-        Releases <= 0.17 ask the first tensor; all agreed before this is called.
+        Releases <= 0.17 read the number from the first tensor. The caller has checked that all
+        tensors agree on it.
         """
         worker = self.worker
         if self.facts.has_cache_groups:
@@ -262,7 +263,7 @@ class ReleaseWorker:
         return (DimensionOrder(PACKED.dimensions, key_channels=key_channels), BLOCKS_FIRST)
 
     def key_order(self) -> KeyOrder | None:
-        """How the backend lays keys inside a block; None where nobody knows."""
+        """Returns the backend's order of keys inside a block; None where it is unknown."""
         if self.facts.shape_source == "flags":
             return KeyOrder.ROW_MAJOR
         names = self._names_of_backends()
@@ -302,7 +303,7 @@ class ReleaseWorker:
         return is_plain and str(config.model_config.dtype) == "torch.bfloat16"
 
     def _cpus_key_order(self, block_tokens: int, channels: int) -> KeyOrder | None:
-        """By the kernels."""
+        """Returns the CPU backend's order of keys, by the kernels that it uses."""
         isa = self._cpus_kernels(block_tokens)
         if isa in ("vec", "vec16"):
             return KeyOrder.COLUMN_MAJOR

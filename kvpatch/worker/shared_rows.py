@@ -28,7 +28,7 @@ _EVERY_GROUP = -1
 
 
 class Holder(Enum):
-    """What ranks have of a page."""
+    """The part of a page that each rank has."""
 
     HEADS = auto()
     WHOLE = auto()

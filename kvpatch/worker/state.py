@@ -1,4 +1,4 @@
-"""All that kvpatch knows of one worker, and of one scheduler; it lives and ends with them.
+"""The state that kvpatch keeps of one worker or one scheduler; it lives and ends with them.
 
 It stands on the object that it belongs to, under one name, so that two engines of one process
 have nothing in common.
@@ -23,10 +23,10 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(eq=False)
 class _State:
-    """What has a state. Each module keeps its own objects there, by their kind.
+    """The objects that kvpatch's modules keep for one owner, one object of each kind.
 
     Attributes:
-        kept: one object of each kind.
+        kept: the objects by their kind.
     """
 
     kept: dict[type, Any] = field(default_factory=dict, init=False)
@@ -37,13 +37,13 @@ class _State:
         return installed_facts()
 
     def of(self, kind: type[_Kind]) -> _Kind:
-        """Its one object of a kind; made when it is first asked for."""
+        """Returns the one object of a kind; makes it at the first call."""
         found: _Kind | None = self.kept.get(kind)
         # Handshakes have threads of their own: one of two that ask wins.
         return self.kept.setdefault(kind, kind()) if found is None else found
 
     def held(self, kind: type[_Kind]) -> _Kind | None:
-        """Its object of a kind; None where it was neither asked for nor handed one."""
+        """Returns the object of a kind; None where there is none yet."""
         return self.kept.get(kind)
 
     def hold(self, value: object) -> None:
@@ -57,12 +57,12 @@ class _State:
 
 @dataclass(eq=False)
 class WorkerState(_State):
-    """Of a connector's worker half.
+    """The state of a connector's worker half.
 
     Attributes:
-        is_host_buffered: whether its KV goes through a host buffer.
-        planned_layout: what it would state of a layout that an allocator has changed.
-        book: what it has to tell of loads.
+        is_host_buffered: True if its KV goes through a host buffer.
+        planned_layout: the layout that it would have stated, where an allocator chose another.
+        book: the samples of loads that it reports.
     """
 
     is_host_buffered: bool = False
@@ -72,13 +72,13 @@ class WorkerState(_State):
 
 @dataclass(eq=False)
 class SchedulerState(_State):
-    """Of a connector's scheduler half.
+    """The state of a connector's scheduler half.
 
     Attributes:
-        is_host_buffered: whether its workers' KV goes through host buffers.
-        equal_peers: whose blocks are as large as its own.
-        has_stock_workers: whether one of its workers is known to be without kvpatch.
-        book: what it has to tell, where it is asked (from 0.24).
+        is_host_buffered: True if its workers' KV goes through host buffers.
+        equal_peers: the peers whose blocks are as large as its own.
+        has_stock_workers: True if one of its workers is known to be without kvpatch.
+        book: the samples that it reports, where the release asks it for them (from 0.24).
     """
 
     is_host_buffered: bool = False
@@ -89,12 +89,12 @@ class SchedulerState(_State):
 
 @dataclass(eq=False)
 class EngineState(_State):
-    """Of vLLM's own scheduler, which has one connector or several; its block manager's too."""
+    """The state of vLLM's own scheduler, with one connector or several, and its block manager."""
 
 
 @dataclass(eq=False)
 class FrontEndState(_State):
-    """Of the release's metrics of the connector's, in the API server."""
+    """The state of the release's connector metrics, in the API server."""
 
 
 def worker_state(worker: Any) -> WorkerState:
@@ -129,7 +129,7 @@ def front_end_state(metrics: Any) -> FrontEndState:
 
 
 def share_with_manager(core: Any) -> None:
-    """Has the block manager of vLLM's scheduler find the scheduler's state."""
+    """Makes the scheduler's state available at the block manager of vLLM's scheduler."""
     vars(core.kv_cache_manager)[_NAME] = engine_state(core)
 
 

@@ -1,4 +1,4 @@
-"""How ranks share out the recurrent states of a layer, by its spec.
+"""The division of a layer's recurrent states among ranks, by its spec.
 
 From 0.20 on a convolution's channels are outermost in its state, or a worker does not start
 (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), so that each of the parts that follow one another in it is in
@@ -80,7 +80,7 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
 
 
 def division_of(release: ReleaseWorker, spec: Any) -> StateDivision:
-    """How the states of a layer of a worker's are shared out, by its spec."""
+    """Returns how ranks share out the states of a layer of a worker's, by its spec."""
     worker = release.worker
     model = getattr(worker.model_config, "hf_text_config", None)
     return state_division(spec, worker.world_size, model, release.facts)

@@ -1,9 +1,10 @@
-"""What a patched scheduler sends to workers, in which kvpatch may not be on.
+"""The messages that a patched scheduler sends to workers that may be without kvpatch.
 
-Workers get no more of a scheduler's environment than vLLM gives them: Ray's have vLLM's own
-variables, headless nodes those of their shells. One without kvpatch takes no notice of what it does
-not know, and reads as stock does. From 0.11.1 on the scheduler hears of it, and D computes what
-such a worker may read wrongly. What the worker must not ignore it cannot unpickle.
+Workers get only those variables of a scheduler's environment that vLLM passes on. Ray's workers get
+vLLM's own variables; headless nodes have those of their shells. A worker without kvpatch ignores
+messages that it does not know, and reads as stock does. From 0.11.1 on the scheduler learns of
+such a worker, and D computes the prompts that the worker may read wrongly. A message that the
+worker must not ignore is one that it cannot unpickle.
 """
 
 from __future__ import annotations

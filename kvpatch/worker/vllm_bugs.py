@@ -1,24 +1,24 @@
-"""What vLLM gets wrong of caches that it lays out itself.
+"""The bugs of vLLM in caches that it lays out itself.
 
-Blocks whose size a worker reads off the wrong dimension (0.11.1 and 0.11.2): a CPU backend's cache
-is [2, block, head, token, channel], and the worker takes the third dimension from the end, its
-heads, for the tokens of a block. It cuts blocks that nobody has cut, and states the number to its
-peers; addresses and bytes are right.
+**Blocks of a wrong size** (0.11.1 and 0.11.2). A CPU backend's cache is [2, block, head, token,
+channel]. The worker takes the third dimension from the end, its heads, for the tokens of a block.
+It then cuts blocks that no kernel has cut, and states the number to its peers. Addresses and bytes
+are right.
 
-Recurrent state between the layers of a block (0.29 on, BLNHC and BLHNC): the release steps from
-block to block of a state by its own page, where a block of all layers lies between the two: it
-sends other layers' bytes, without an error. Only where attention of another group begins in the
-same place, and is registered first, does it step as it should.
+**Recurrent state between the layers of a block** (from 0.29, BLNHC and BLHNC). The release steps
+from block to block of a state by the state's own page. But a block of all layers lies between the
+two, so that it sends other layers' bytes, without an error. The step is right only where attention
+of another group begins in the same place and is registered first.
 
-Recurrent state beside steps that are under way (<= 0.25, vLLM #37285, #45357 and #48481): under
-asynchronous scheduling a step is begun before the one before it is over. A load's blocks are then
-zeroed, or written to by a request that has ended (<= 0.23), when P's bytes are there already. A
+**Recurrent state beside steps that are under way** (<= 0.25, vLLM #37285, #45357 and #48481). Under
+asynchronous scheduling a step begins before the one before it is over. When P's bytes are there
+already, a load's blocks are then zeroed, or a request that has ended writes to them (<= 0.23). A
 CPU runs one step after the other.
 
-Tiles that a process may not use yet (CPU, bfloat16, a processor with AMX; seen on 0.32.0): Linux
-lets a process use AMX when it has asked. Nothing of the CPU backend asks; PyTorch does before its
-first large product of matrices. A worker whose first request is a load has computed none, and its
-attention ends it with SIGILL.
+**AMX tiles that the process may not use yet** (CPU, bfloat16, a processor with AMX; seen on
+0.32.0). Linux lets a process use AMX only after it has asked. The CPU backend does not ask; PyTorch
+does before its first large matrix product. A worker whose first request is a load has computed
+none, so that its attention ends it with SIGILL.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> boo
 
 
 def take_planned_blocks(worker: Any) -> None:
-    """Has the worker go by the blocks that its ids count, none of which is cut."""
+    """Sets the worker's block size to that of the blocks that ids count: none of them is cut."""
     worker.block_size = worker.vllm_config.cache_config.block_size
     worker._physical_blocks_per_logical_kv_block = 1
 
 
 def may_use_amx() -> bool:
-    """Has Linux let this process use AMX, if it does; asking twice changes nothing.
+    """Asks Linux to let this process use AMX; True if it may. A second call changes nothing.
 
     vLLM's CPU backend uses AMX and does not ask for it.
     """

@@ -1,1 +1,1 @@
-"""What P says of the bytes of a request, by which D proves what it has loaded."""
+"""The digests that P states of a request's bytes, with which D proves what it has loaded."""

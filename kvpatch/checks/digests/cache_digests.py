@@ -51,13 +51,13 @@ _WIDEST_BYTES = 8
 
 
 class CacheDigests:
-    """Of the layers of one block table.
+    """The maker of digests for the layers of one block table.
 
     Args:
-        memories: that the planes lie in, by layer (:func:`memories_of`).
-        planes: whose blocks a request's block list counts. What each rank has one of its own of,
-            as of recurrent states, is given a rank's number as its head.
-        range_tokens: what a mismatch is told apart by.
+        memories: the memory that each layer's planes lie in (:func:`memories_of`).
+        planes: the planes whose blocks a request's block list counts. Content that each rank has
+            of its own, such as recurrent state, has the rank's number as its head.
+        range_tokens: the tokens of a range; a mismatch is located to a range.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CacheDigests:
     def begin(
         self, blocks: BlockList, first_token: int, end_token: int, weights: Weights
     ) -> PendingDigests:
-        """Has the device make the digests of some tokens, in its current stream.
+        """Starts the digests of some tokens on the device, in its current stream.
 
         A block that is a whole belongs to the range that its first token lies in.
 
@@ -96,7 +96,7 @@ class CacheDigests:
 
 
 def memories_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bytes]:
-    """What the layers lie in: one range where it can be, so that all are read together."""
+    """Returns each layer's memory: one range for all if possible, so that one pass reads them."""
     everything = one_memory(tensors.values())
     return {layer: everything or storage_of(tensor) for layer, tensor in tensors.items()}
 
@@ -132,12 +132,12 @@ class Alike:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a token of one head."""
+        """Returns the bytes of one token of one head."""
         return self.planes[0].counts.channels * self.planes[0].item_bytes
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of one plane."""
+        """Returns the bytes of one block of one plane."""
         counts = self.planes[0].counts
         return counts.heads * counts.block_tokens * self.row_bytes
 
@@ -147,7 +147,7 @@ class Alike:
 
     @cached_property
     def _step(self) -> int:
-        """What all blocks are a multiple of apart."""
+        """Returns a size that every distance between two blocks is a multiple of."""
         apart = (plane.address - self._first for plane in self.planes)
         strides = (plane.strides_bytes.block for plane in self.planes)
         return gcd(*apart, *strides) or _WIDEST_BYTES
@@ -189,7 +189,7 @@ class Alike:
 
 
 class _Rows(NamedTuple):
-    """Some tokens, as rows of the blocks that hold them; a token has one row or several.
+    """The rows of some tokens in the blocks that hold them; a token has one row or several.
 
     Attributes:
         ids: of the blocks.
@@ -218,10 +218,14 @@ def _rows_in(planes: Sequence[Plane], blocks: BlockList, borders: Int64Array) ->
 
 
 class _Slice(NamedTuple):
-    """What is read at once: some planes' numbers, and which of the rows and ranges these are.
+    """The part of the cache that is read at once.
 
     Attributes:
-        borders: of the ranges, in rows of the slice.
+        planes: which planes.
+        numbers: the numbers of their blocks.
+        rows: which of the rows these are.
+        ranges: which of the ranges these are.
+        borders: the borders of the ranges, in rows of the slice.
     """
 
     planes: slice
@@ -308,7 +312,7 @@ def device_sums(
 def host_sums(
     view: npt.NDArray[Any], numbers: Int64Array, weights: UInt64Array, tokens: int
 ) -> UInt64Array:
-    """As :func:`device_sums`, as much at a time as a core's own cache has room for."""
+    """Computes :func:`device_sums` on the host, in pieces that fit into a core's own cache."""
     at_once = max(1, _HOST_SLICE_BYTES // (prod(view.shape[1:]) * view.itemsize))
     wanted = numbers.reshape(-1)
     sums = [

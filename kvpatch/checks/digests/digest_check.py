@@ -38,14 +38,14 @@ _LOG = logging.getLogger("kvpatch.digests")
 
 @dataclass(eq=False)
 class DigestCounts:
-    """Of one worker, since it began; loads that failed for other reasons are not among them.
+    """The counts of one worker's loads since it began, by what a digest proves of them.
+
+    Loads that failed for other reasons are not among them.
 
     Attributes:
-        loads: that are what P held, in all of their tokens, or in all of the sample that is asked
-            for; in those tokens that could be compared; that were not, and have failed; and that
-            no digest says anything of, or nothing of some layer.
-        tell: told of each, by whatever thread; of an alarm with the layer that it is told by.
-        doubted: peers that owed a digest and did not give it; of each one is told once.
+        loads: how many loads had each :class:`Proof`.
+        tell: called on any thread for each load; an alarm names the layer that it was found in.
+        doubted: peers that owed a digest and did not give it; each is warned of once.
     """
 
     loads: Counter[Proof] = field(default_factory=Counter)
@@ -73,11 +73,11 @@ class DigestCounts:
 
 
 class LoadProof:
-    """Of one load, which is read from one rank or several.
+    """The proof of one load, which is read from one rank or from several.
 
     Args:
-        counts: the worker's.
-        request_id: as it is logged.
+        counts: the worker's counts.
+        request_id: the request's id, as it is logged.
     """
 
     def __init__(self, counts: DigestCounts, request_id: str) -> None:

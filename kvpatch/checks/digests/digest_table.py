@@ -1,4 +1,4 @@
-"""One worker's digests of what it holds, in host memory that peers can read.
+"""The table of one worker's digests, in host memory that peers can read.
 
 Each request has an entry in a directory, by its hold's word, which says where in a ring its digests
 lie, and what their check sum is: a ring goes round, and what a peer reads may have become another
@@ -33,13 +33,13 @@ _NONE = 1
 
 
 class Entry(NamedTuple):
-    """What the directory says of a request.
+    """The directory's entry for a request.
 
     Attributes:
-        word: of its hold; its lowest bit says that it has no digests.
-        start: of its digests, in bytes from the table's beginning.
-        size_bytes: of them.
-        check: their check sum.
+        word: the word of its hold; the lowest bit is set where it has no digests.
+        start: where its digests start, in bytes from the table's beginning.
+        size_bytes: the size of its digests.
+        check: the check sum of its digests.
     """
 
     word: int
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class DigestTable(PeerTable):
-    """One worker's digests, and those of its peers that it reads."""
+    """The table of one worker's digests, with room for those of peers that it reads."""
 
     size_bytes = TABLE_BYTES
     landings = range(_LANDINGS)

@@ -1,4 +1,4 @@
-"""What a digest of cached bytes is, and how surely it notices that bytes are wrong.
+"""The definition of a digest of cached bytes, and how surely it notices that bytes are wrong.
 
 P's worker makes them when a request is over, and D's of what it has loaded, before it reports it.
 
@@ -68,10 +68,10 @@ def rows_of(row_bytes: int) -> tuple[int, int]:
 
 
 class Weights:
-    """Of one request, or of as many as share a seed.
+    """The weights of one request, or of all requests that share a seed.
 
     Args:
-        seed: what both sides know, a request's id for example.
+        seed: a value that both sides know, for example a request's id.
     """
 
     def __init__(self, seed: bytes) -> None:

@@ -24,7 +24,7 @@ Extent = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """What a digest says something about: heads of a layer's content, in a range of tokens."""
+    """The subject of a digest: heads of a layer's content, in a range of tokens."""
 
     layer: str
     content: Content
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two digests say of each other; only what was in both of them was looked at.
+    """The result of a comparison of two digests, over what both of them contain.
 
     Attributes:
         wrong: where bytes differ.
@@ -78,7 +78,7 @@ class Digests:
 
 
 def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Extent, ...]:
-    """Tokens cut where a multiple of ``range_tokens`` is, so that both sides cut alike."""
+    """Cuts tokens at the multiples of ``range_tokens``, so that both sides cut alike."""
     borders = [*range(first_token - first_token % range_tokens, end_token, range_tokens), end_token]
     cut = [(max(start, first_token), end) for start, end in zip(borders, borders[1:], strict=False)]
     return tuple((start, end) for start, end in cut if start < end)
@@ -106,7 +106,7 @@ def of_all_ranges(parts: Sequence[Digests]) -> Digests:
 
 
 def compare(theirs: Digests, ours: Digests) -> Comparison:
-    """What of ours differs from theirs, and what of ours theirs says nothing about.
+    """Compares two digests: finds what differs, and which local parts the peer's does not cover.
 
     Raises:
         DigestsRefused: seeds are unlike.
@@ -217,7 +217,7 @@ def extents_of(
 
 
 def joined(extents: Sequence[Extent]) -> tuple[Extent, ...]:
-    """Those that follow one another as one."""
+    """Joins the extents that follow one another."""
     found: list[Extent] = []
     for start, end in extents:
         if found and found[-1][1] == start:
@@ -236,7 +236,7 @@ class Stated(NamedTuple):
 
 
 def written(parts: Sequence[Stated]) -> bytes:
-    """What a rank says of a request: one part for each block table."""
+    """Encodes the digests that a rank states of a request: one part for each block table."""
     told = [
         {
             "range": part.range_tokens,
@@ -295,7 +295,7 @@ def _check_order(ranges: Sequence[Extent]) -> None:
 def _cells(
     told: Any, ranges: int, sums: UInt64Array, at: int
 ) -> tuple[dict[Name, Mapping[int, UInt64Array]], int]:
-    """By layer and content; and how many sums have been used by now."""
+    """Reads the cells by layer and content; returns them, and how many sums are used by now."""
     cells: dict[Name, Mapping[int, UInt64Array]] = {}
     for layer, content, heads in told:
         of_heads = {}
@@ -309,7 +309,7 @@ def _cells(
 
 
 def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
-    """Their ranges that lie in some tokens."""
+    """Returns the peer's ranges that lie within some tokens."""
     return tuple(
         (start, end)
         for start, end in theirs.digests.ranges

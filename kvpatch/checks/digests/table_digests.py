@@ -55,7 +55,7 @@ class TableTokens:
 
     @property
     def cells(self) -> int:
-        """Of one range of tokens."""
+        """Returns the number of cells of one range of tokens."""
         return sum(plane.counts.heads for plane in self.planes)
 
     @property
@@ -129,7 +129,7 @@ class DigestStream:
             _LOG.debug("nothing is compared any more: %s", error)
 
     def mark(self) -> Any:
-        """What the engine's thread has told the device by now; None where it is done at once."""
+        """Marks the device work that the engine's thread has queued; None if work ends at once."""
         if self._streams is None:
             return None
         event = self._streams.Event()
@@ -137,7 +137,7 @@ class DigestStream:
         return event
 
     def inside(self, after: Any = None) -> AbstractContextManager[Any]:
-        """While inside, what is made is made in the stream.
+        """Makes digests in the stream, while inside.
 
         Args:
             after: what :meth:`mark` returned; it comes after that.
@@ -153,14 +153,14 @@ class DigestStream:
 
 
 class CoveredCaches:
-    """One worker's.
+    """The caches of one worker that digests cover.
 
     Args:
-        tensors: by layer, where the caches lie.
-        planes: of all layers that peers read, or that are read into.
+        tensors: the caches by layer.
+        planes: the planes of all layers that peers read, or that are read into.
         groups: the layers of each block table.
         states: the pages of layers with recurrent state, where they lie.
-        rank: whose states these are.
+        rank: the rank that these states belong to.
     """
 
     def __init__(

@@ -69,15 +69,15 @@ _ERRORS = (KvpatchError, RuntimeError, MemoryError, ValueError, IndexError)
 
 
 class Order(NamedTuple):
-    """What is to be digested.
+    """The order to make one request's digests.
 
     Attributes:
         generation: the word of the request's hold.
-        tables: of the request's tokens.
-        end_token: of the request.
-        is_held: whether the word still stands.
-        stream: where they are made, and
-        after: what comes before: what the device had been told when the request was over.
+        tables: the request's tokens in each block table.
+        end_token: the end of the request's tokens.
+        is_held: True while the word still stands.
+        stream: the stream that makes the digests.
+        after: the device work that was queued when the request was over; the stream waits for it.
     """
 
     generation: int
@@ -89,11 +89,11 @@ class Order(NamedTuple):
 
 
 class DigestMaker:
-    """One worker's.
+    """The thread of one worker that makes digests.
 
     Args:
-        table: where digests are written down; by nobody else.
-        is_sample: whether they are of a sample of the tokens.
+        table: the table that digests are written to; nothing else writes to it.
+        is_sample: True if they are of a sample of the tokens.
     """
 
     def __init__(self, table: DigestTable, *, is_sample: bool) -> None:
@@ -109,7 +109,7 @@ class DigestMaker:
         self._waiting: deque[None] = deque()
 
     def add(self, order: Order) -> None:
-        """Has digests made; an order whose word has gone in the meantime is left undone."""
+        """Queues an order; the thread drops it if the word of its hold is gone by then."""
         self._waiting.append(None)
         try:
             self._thread.submit(self._make, order, time.monotonic())
@@ -148,7 +148,7 @@ class DigestMaker:
         self._has_told = True
 
     def _made(self, order: Order) -> bytes | None:
-        """What peers are told; None where the blocks may not be the request's any more."""
+        """Makes an order's digests; None where the blocks may belong to another request by now."""
         import torch
 
         if not order.is_held():
@@ -174,14 +174,15 @@ class DigestMaker:
 
 @dataclass(frozen=True)
 class DigestChecks:
-    """One worker's.
+    """The checks of one worker's loads by digests.
 
     Attributes:
-        ours: the worker's geometry, and its block tables' layers.
-        covered: its caches; None where digests do not cover them.
-        table: where peers' digests land.
-        counts: what has become of loads.
-        is_sample: whether a sample of each is checked.
+        ours: the worker's geometry.
+        groups: the layers of each block table.
+        covered: the worker's caches; None where digests do not cover them.
+        table: the table that peers' digests are read into.
+        counts: the counts of loads by result.
+        is_sample: True if a sample of each load is checked.
     """
 
     ours: LocalGeometry

@@ -102,7 +102,7 @@ class DigestOrder(NamedTuple):
 
 
 class GrantedHolds:
-    """One scheduler's holds: one for each request that another engine will read.
+    """The holds of one scheduler: one for each request that another engine will read.
 
     A hold is granted when a request gets its blocks: its workers have written it down long
     before anybody can read them. The word is the engine's, of a start of it: what an earlier one
@@ -163,7 +163,7 @@ class GrantedHolds:
         return stated
 
     def withdraw(self, request_id: str) -> None:
-        """Nobody is told of the request's blocks."""
+        """Withdraws the hold of a request's blocks: peers find none."""
         if self._granted.pop(request_id, None) is not None:
             self._changes[request_id] = 0
 
@@ -175,7 +175,7 @@ class GrantedHolds:
 
 
 def _tokens(request: Any, held: int) -> int:
-    """How many of a request's tokens D may load, as the side that reads them counts."""
+    """Counts the tokens of a request that D may load, as the side that reads them counts."""
     if (request.kv_transfer_params or {}).get("do_remote_decode"):
         return int(min(held, request.num_prompt_tokens))
     return held  # D's own answer, which P may read back
@@ -216,4 +216,4 @@ def _agent_metadata(stated: Any) -> bytes:
 
 
 class StatedTables(dict[str, int]):
-    """Where one worker's tables begin, by the field of the answer that names them."""
+    """The addresses of one worker's tables, by the field of the answer that names them."""

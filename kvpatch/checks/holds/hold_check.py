@@ -41,12 +41,12 @@ _MOST_PEERS = 4096
 
 @dataclass(eq=False)
 class HoldCheck(TableRead[HoldTable]):
-    """Of one read from one rank of a peer.
+    """The check that a peer's rank still holds the blocks that one read reads.
 
     Args:
-        vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
+        vouched: when the peer was last known to hold the blocks, as ``time.monotonic`` counts.
         ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
-        is_read_back: whether a P reads an earlier turn back from a D.
+        is_read_back: True if a P reads an earlier turn back from a D.
     """
 
     vouched: float
@@ -153,7 +153,7 @@ class HoldCheck(TableRead[HoldTable]):
         super().release(nixl)
 
     def _word(self, nixl: Any, now: float) -> int | None:
-        """What stands in the peer's table; None until that is here."""
+        """Returns the word in the peer's table; None until it has been read."""
         if self._handle is None:
             if now < self._next:
                 return None
@@ -181,7 +181,7 @@ class HoldCheck(TableRead[HoldTable]):
 
 
 def check_hold(table: HoldTable, context: RequestContext, request: ReadRequest) -> None:
-    """Has the reads of a load ask for P's word, where P states a hold.
+    """Adds to a load's reads a check of P's word, where P states a hold.
 
     Args:
         table: where peers' words land.

@@ -99,10 +99,10 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of one pair, read in one way.
+    """The result of one pair, read along one path.
 
     Attributes:
-        seconds: of the second of two reads.
+        seconds: the time of the second of two reads.
         notices: True if one flipped bit in D's cache was found.
     """
 
