@@ -193,33 +193,17 @@ def test_tensors_without_a_storage(lab: Lab, name: str) -> None:
     lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
 
 
-@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0 states no layout
-def test_another_layout_is_not_believed_without_storages(lab: Lab) -> None:
-    """A stock peer on such a device may say HND of what is NHD."""
-
-    reports = [lab.run(case(to, (prefilling(layout=to), buffered(**XLA)))) for to in ("HND", "NHD")]
-
-    # One of them is the layout of the shapes, which D has whatever it was asked for.
-    refused, read = sorted(reports, key=lambda report: report.outcome, reverse=True)
-    assert (refused.outcome, read.outcome) == ("refused", "identical"), reports
-    assert "ENABLE_KVPATCH there too" in refused.detail
-
-
 @pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
-@pytest.mark.parametrize("how", ["right", "wrong"])
-def test_a_platforms_own_copies_are_kept_where_they_are_right(
-    stage: Stage, lab: Lab, how: str
-) -> None:
+def test_a_platforms_own_copies_are_not_called(stage: Stage, lab: Lab) -> None:
     prefill = stage.start(prefilling(ROOM, planned_blocks=77))
     scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
-    tried = prefill.call("hand_over", how)
-    assert tried == 1, "with one block, before any request"
+    assert prefill.call("hand_over") == 0
     prompts = stage.prompts(3, TOKENS)
     prefill.call("begin", prompts)
 
     scene.read(scene.work(prompts))
 
-    assert (prefill.call("own_calls") > tried) is (how == "right")
+    assert prefill.call("own_calls") == 0
 
 
 @pytest.mark.parametrize("blocks", [0, -1])

@@ -184,14 +184,6 @@ def test_a_spoilt_save_is_noticed(stage: Stage, how: str) -> None:
     assert decode.wrong(*prompts)[0] > 0
 
 
-@pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
-def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(stage: Stage) -> None:
-    """To try them would be to read a block that nobody has."""
-    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
-
-    assert prefill.call("hand_over", "right") == 0
-
-
 # --- pages and variables ---------------------------------------------------------------
 
 
