@@ -10,7 +10,6 @@ as multiples of the request's ("moved"); --device cuda times both on one.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, add_options, conclude, console_of, table_of
-from rich.console import Console
+from harness import Goal, conclude, console_of, options_of, table_of
 from rich.progress import track
+from rich.table import Table
 
 from kvpatch.checks.digests.cache_digests import SLICE_BYTES, CacheDigests
 from kvpatch.checks.digests.digest_weights import Weights
@@ -182,20 +181,16 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
     )  # fmt: skip
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    table = table_of("one thread; the last three of a device", (
-        "cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
-        "operations", "for 32 MiB", "moved/bytes",
+def table(rows: Sequence[Row]) -> Table:
+    columns = ("cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
+               "operations", "for 32 MiB", "moved/bytes")  # fmt: skip
+    return table_of("one thread; the last three of a device", columns, (
+        (row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
+         f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
+         f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
+         f"{row.operations:,}", f"{row.operations / row.slices:.1f}", f"{row.moved_of_bytes:.1f}")
+        for row in rows
     ))  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
-            f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
-            f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
-            f"{row.operations:,}", f"{row.operations / row.slices:.1f}",
-            f"{row.moved_of_bytes:.1f}",
-        )  # fmt: skip
-    console.print(table)
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
@@ -211,19 +206,19 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 def main() -> None:
     """Measures, prints, and judges where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="of the cache that is digested")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--device", default="cpu", help="of the cache: cpu or cuda")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        mib=(64, "of the cache that is digested"),
+        repeat=(7, "turns of each row"),
+        device=("cpu", "of the cache: cpu or cuda"),
+    )
     torch.set_num_threads(1)
     console = console_of(160)
     rows = [
         measure(cache, options.mib, options.repeat, options.device)
         for cache in track(CACHES, "measuring", console=console)
     ]
-    show(rows, console)
+    console.print(table(rows))
     conclude(rows, goals(rows), options, console)
 
 

@@ -16,7 +16,6 @@ the bound is a copy of as many bytes on it.
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import statistics
@@ -32,8 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, add_options, conclude, console_of, table_of
-from rich.console import Console
+from harness import Goal, conclude, console_of, options_of, table_of
+from rich.table import Table
 
 from kvpatch.geometry.direct_plan import plan_parts
 from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, is_direct, overlaps_of
@@ -409,18 +408,16 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
     ]
 
 
-def show(rows: list[Measured], console: Console) -> None:
-    """Prints a row for each pair and way."""
-    table = table_of("", (
-        "P -> D", "way", "GB/s", "of stock", "of bound", "descriptors", "works ms", "waits ms",
+def table(rows: list[Measured]) -> Table:
+    """Shows a row for each pair and way."""
+    columns = ("P -> D", "way", "GB/s", "of stock", "of bound", "descriptors", "works ms",
+               "waits ms")  # fmt: skip
+    return table_of("", columns, (
+        (row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
+         f"{row.of_bound:.2f}", f"{row.descriptors:,}",
+         f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}")
+        for row in rows
     ))  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
-            f"{row.of_bound:.2f}", f"{row.descriptors:,}",
-            f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}",
-        )  # fmt: skip
-    console.print(table)
 
 
 def goals(rows: list[Measured]) -> list[Goal]:
@@ -435,13 +432,13 @@ def goals(rows: list[Measured]) -> list[Goal]:
 
 def main() -> None:
     """Measures, prints, and judges where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--device", default="cpu", help="of both caches: cpu or cuda")
-    parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        mib=(128, "size of the request's cache"),
+        repeat=(9, "turns of each row"),
+        device=("cpu", "of both caches: cpu or cuda"),
+        pairs=("", "numbers of pairs, by commas; all by default"),
+    )
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
@@ -450,7 +447,7 @@ def main() -> None:
         for pair in [PAIRS[number] for number in numbers] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
-    show(rows, console)
+    console.print(table(rows))
     conclude(rows, goals(rows), options, console)
 
 

@@ -14,7 +14,6 @@ otherwise, or if stock's stale blocks went unseen: then nothing was drilled.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
@@ -35,15 +33,15 @@ from experiments.engines.routed import Play, answers_alone, batches, connections
 from experiments.engines.scenes import LEASE_S, SCENES, Told
 from experiments.harness import (
     Goal,
-    add_options,
     chosen,
     conclude,
     console_of,
+    options_of,
     show_said,
     table_of,
+    telling_refusals,
     work_folder,
 )
-from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -291,7 +289,7 @@ def table(rows: Sequence[Row]) -> Table:
         "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
         "D's count", "broken at P", "broken at D", "no answer", "failed after", "again: right",
         "wrong", "failed", "leases ended", "failed transfers", "ended", "s",
-    ))  # fmt: skip
+    ), ())  # fmt: skip
     for row in rows:
         shown.add_row(
             *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
@@ -345,23 +343,17 @@ def told_of(row: Row) -> int:
 
 def main() -> None:
     """Plays what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        __doc__,
+        pairs=(None, "by commas: " + ", ".join(pair.name for pair in PAIRS)),
+        scenes=(None, "by commas: " + ", ".join(SCENES)),
+        requests=(5000, "of each pair, shared out among its scenes"),
+        policy=("fail", "for loads that fail: fail or recompute"),
+        work_dir=(None, "for logs and the model; kept"),
     )
-    parser.add_argument("--pairs", help="by commas: " + ", ".join(pair.name for pair in PAIRS))
-    parser.add_argument("--scenes", help="by commas: " + ", ".join(SCENES))
-    parser.add_argument(
-        "--requests", type=int, default=5000, help="of each pair, shared out among its scenes"
-    )
-    parser.add_argument(
-        "--policy", choices=("fail", "recompute"), default="fail", help="for loads that fail"
-    )
-    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
-    add_options(parser)
-    options = parser.parse_args()
     console = console_of(150)
     importable_in_engines()
-    try:
+    with telling_refusals():
         pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
         folder = work_folder(options.work_dir, "drill", console)
@@ -374,8 +366,6 @@ def main() -> None:
         )
         of_run = Options(work_dir=folder, model=model)
         rows = until_signal(drill(asking, of_run, console))
-    except KvpatchError as error:
-        parser.exit(2, f"error: {error}\n")
     console.print(table(rows))
     for row in rows:
         show_said(f"{row.pair}, {row.scene}", row.said, console)

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.core.errors import BadOptions
+from kvpatch.core.errors import BadOptions, KvpatchError
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Goal:
 
 
 def are_met(goals: Sequence[Goal], console: Console) -> bool:
-    """Prints goal beside result; whether all are met."""
+    """Prints goals beside results; true if all are met."""
     table = Table("goal", "wanted", "found", "")
     for goal in goals:
         sign = ">=" if goal.is_least else "<="
@@ -42,10 +43,30 @@ def are_met(goals: Sequence[Goal], console: Console) -> bool:
     return all(goal.is_met for goal in goals)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """--json and --check, as :func:`conclude` takes them."""
+def options_of(description: str | None, **more: tuple[Any, str]) -> argparse.Namespace:
+    """Parses --json, --check as :func:`conclude` takes them, and ``more``: (default, help) each."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    more["check"] = (False, "exit 1 where a goal is missed")
+    for name, (default, said) in more.items():
+        kind: dict[str, Any] = {"type": str if default is None else type(default)}
+        if default is False:
+            kind = {"action": "store_true"}
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, default=default, help=said, **kind)
+    return parser.parse_args()
+
+
+@contextmanager
+def telling_refusals() -> Iterator[None]:
+    """Turns an error of kvpatch's into its sentence and exit status 2."""
+    try:
+        yield
+    except KvpatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def console_of(width: int) -> Console:
@@ -67,11 +88,15 @@ def conclude(
         sys.exit(1)
 
 
-def table_of(title: str, columns: Sequence[str], texts: int = 2) -> Table:
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 2
+) -> Table:
     """Makes a table whose first ``texts`` columns are text, and the others numbers."""
-    table = Table(title=title)
+    table = Table(title=title or None)
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if number < texts else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -89,16 +114,16 @@ def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
     return [name for name in names if name in asked]
 
 
-def work_folder(asked: Path | None, name: str, console: Console) -> Path:
-    """The folder for logs and models, made and told; one of a run's own for None."""
-    folder = (asked or Path(tempfile.mkdtemp(prefix=f"kvpatch-{name}-"))).resolve()
+def work_folder(asked: str | None, name: str, console: Console) -> Path:
+    """Makes the folder for logs and models, and prints it; one of a run's own for None."""
+    folder = Path(asked or tempfile.mkdtemp(prefix=f"kvpatch-{name}-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     console.print(f"logs: {folder}", highlight=False)
     return folder
 
 
 def show_said(where: str, said: Mapping[str, int], console: Console) -> None:
-    """A line for each thing that failures said, and how often."""
+    """Prints a line for each thing that failures said, and how often."""
     for text, times in sorted(said.items()):
         line = f"{where}: {times} x {text}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
