@@ -1,4 +1,4 @@
-"""What a load takes between unlike engines on a network, beside the load of a like pair.
+"""Measures a load between unlike engines on a network, beside the load of a like pair.
 
     python experiments/bench_link.py [--mib 64] [--repeat 3] [--rates 1,2,5] [--json FILE]
 

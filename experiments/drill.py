@@ -29,7 +29,14 @@ from rich.table import Table
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
 from experiments.engines.references import Prompt
-from experiments.engines.routed import Play, answers_alone, batches, connections
+from experiments.engines.routed import (
+    KINDS,
+    Play,
+    answers_alone,
+    batches,
+    by_kind,
+    connections,
+)
 from experiments.engines.scenes import LEASE_S, SCENES, Told
 from experiments.harness import (
     Goal,
@@ -143,13 +150,7 @@ async def scene(
         pair=pair.name,
         scene=name,
         requests=len(prompts),
-        right=told.outcomes["right"],
-        wrong=told.outcomes["wrong"],
-        failed_at_p=told.outcomes["failed_at_p"],
-        failed_at_d=told.outcomes["failed_at_d"],
-        broken_at_p=told.outcomes["broken_at_p"],
-        broken_at_d=told.outcomes["broken_at_d"],
-        no_answer=told.outcomes["no_answer"],
+        **by_kind(told.outcomes),
         failed_after=told.failed_after,
         restarts_decode=restarts,
         again_right=again["right"],
@@ -321,9 +322,8 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
         found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
         found.append(Goal(f"{where}: engines that ended by themselves", len(row.ended), 0))
-        found.append(
-            Goal(f"{where}: requests not told of once", abs(row.requests - told_of(row)), 0)
-        )
+        told_of = sum(getattr(row, kind) for kind in KINDS)
+        found.append(Goal(f"{where}: requests not told of once", abs(row.requests - told_of), 0))
         sides = (
             ("P", row.counted_at_p, row.failed_at_p, row.broken_at_p),
             ("D", row.counted_at_d, row.failed_at_d, row.broken_at_d),
@@ -333,12 +333,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
                 name = f"{where}: failures that {side} counted otherwise"
                 found.append(Goal(name, abs(counted - failed) + broken, 0))
     return found
-
-
-def told_of(row: Row) -> int:
-    """Requests whose end clients were told of, or have found out."""
-    engines = row.failed_at_p + row.failed_at_d + row.broken_at_p + row.broken_at_d
-    return row.right + row.wrong + engines + row.no_answer
 
 
 def main() -> None:

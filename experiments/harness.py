@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.core.errors import BadOptions, KvpatchError
+from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,16 @@ def are_met(goals: Sequence[Goal], console: Console) -> bool:
     return all(goal.is_met for goal in goals)
 
 
-def options_of(description: str | None, **more: tuple[Any, str]) -> argparse.Namespace:
-    """Parses --json, --check as :func:`conclude` takes them, and ``more``: (default, help) each."""
+def options_of(
+    description: str | None, judged: bool = True, **more: tuple[Any, str]
+) -> argparse.Namespace:
+    """Parses options of (default, help) each, and --json and --check for :func:`conclude`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    more["check"] = (False, "exit 1 where a goal is missed")
+    if judged:
+        parser.add_argument("--json", type=Path, help="write the rows here too")
+        more["check"] = (False, "exit 1 where a goal is missed")
     for name, (default, said) in more.items():
         kind: dict[str, Any] = {"type": str if default is None else type(default)}
         if default is False:
@@ -61,9 +64,12 @@ def options_of(description: str | None, **more: tuple[Any, str]) -> argparse.Nam
 
 @contextmanager
 def telling_refusals() -> Iterator[None]:
-    """Turns an error of kvpatch's into its sentence and exit status 2."""
+    """Turns an error of kvpatch's into its sentence and exit status 2; 128 + n by signal n."""
     try:
         yield
+    except Interrupted as stopped:
+        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except KvpatchError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -23,9 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
@@ -33,7 +31,6 @@ from experiments.engines.pairs import Row, by_single, choose, row_setups, single
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.setups import Options, Setup, require_release
 
-_PIPE_COLUMNS = 132
 _STAND_INS_RELEASE = "0.32.0"
 _MODEL = "WORK_DIR/model-wide"
 _TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
@@ -65,9 +62,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--release", help="vLLM release that must be installed")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens of each answer")
-    parser.add_argument(
-        "--work-dir", type=Path, help="for logs, the model, layout dumps and results; kept"
-    )
+    parser.add_argument("--work-dir", help="for logs, the model, layout dumps and results; kept")
     parser.add_argument(
         "--startup-timeout", type=float, default=900.0, help="seconds an engine may take to start"
     )
@@ -142,15 +137,14 @@ def bring_stand_ins() -> None:
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Plays the pairs; true if all were identical and every spoiled cache noticed."""
-    from rich.console import Console
-
     from experiments.engines.shown import all_passed, show_pairs
+    from experiments.harness import console_of, work_folder
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    console = console_of(132)
     options = Options(
-        work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
+        work_dir=work_folder(asked.work_dir, "kvcached", console),
+        max_tokens=asked.max_tokens,
+        startup_timeout_s=asked.startup_timeout,
     )
     results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
     return all_passed(results)

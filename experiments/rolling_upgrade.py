@@ -31,7 +31,7 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
 from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, answers_alone, connections
+from experiments.engines.routed import TOGETHER, Play, answers_alone, by_kind, connections
 from experiments.harness import (
     Goal,
     chosen,
@@ -256,8 +256,7 @@ def phases(fleet: Fleet) -> list[Phase]:
     rows = [
         Phase(
             *(run.engines, run.old, run.new, run.order, run.way, name, sent.total()),
-            *(sent["right"], sent["wrong"], sent["failed_at_p"], sent["failed_at_d"]),
-            *(sent["broken_at_p"], sent["broken_at_d"], sent["no_answer"]),
+            **by_kind(sent),
             said=dict(books.said[name]),
         )
         for name, sent in books.ended.items()

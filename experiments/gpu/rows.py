@@ -1,4 +1,7 @@
-"""What all stages have in common: the options, and where their rows go."""
+"""The options of all stages, and the file of their rows.
+
+experiments/harness.py imports rich, which a GPU machine may lack: the first stages do without it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LABEL = "what"
 
 
 def options_of(description: str | None, **more: Any) -> argparse.Namespace:
-    """--device and --json, and what a stage adds: name and default of each."""
+    """Parses --device and --json, and what a stage adds: name and default of each."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="the rows go here")
@@ -23,13 +26,13 @@ def options_of(description: str | None, **more: Any) -> argparse.Namespace:
 
 
 class Rows:
-    """A stage's rows; each is on disk at once, as a stage may be out of time at any moment."""
+    """The rows of a stage; each is on disk at once, as the stage may end at any moment."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, list[Mapping[str, Any]]()
 
     def add(self, what: str, **more: Any) -> None:
-        """Writes one down, and says it."""
+        """Writes a row, and prints it."""
         self._rows.append({LABEL: what, **more})
         self._path.write_text(json.dumps(self._rows, indent=1, default=str))
         print(what, more, flush=True)
