@@ -11,14 +11,14 @@ as multiples of the request's ("moved"); --device cuda times both on one.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, conclude, console_of, options_of, table_of
+from bench_transfer import wait_for
+from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.progress import track
 from rich.table import Table
 
@@ -142,12 +142,6 @@ def noise(size: int, device: str) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
 
 
-def seconds_of(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
     """Measures one row."""
     tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
@@ -158,8 +152,7 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
 
     def copy() -> None:
         target.copy_(source)
-        if device != "cpu":
-            torch.get_device_module(device).synchronize()
+        wait_for(target)
 
     copy()
     request.begin().read()

@@ -13,13 +13,12 @@ spoiled byte must be noticed.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from harness import conclude, console_of, options_of, table_of
+from bench_transfer import wait_for
+from harness import conclude, console_of, options_of, seconds_of, table_of
 from rich.table import Table
 
 from kvpatch.host_buffer.host_pool import HostPool, block_bytes, host_bytes
@@ -98,12 +97,6 @@ def is_identical(
     )
 
 
-def seconds_of(run: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
     """Measures the rows of one model."""
     at = len(model.before)
@@ -119,8 +112,7 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
 
     def plain() -> None:
         target.copy_(source, non_blocking=device != "cpu")
-        if device != "cpu":
-            torch.get_device_module(device).synchronize()
+        wait_for(source)
 
     found = []
     for how in ("both", "runs", "scattered"):

@@ -19,16 +19,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
-from bench_transfer import GQA, PAIRS, Decode, Pair, Setup, prefill_side, random_bytes
-from harness import Goal, conclude, console_of, options_of, table_of
+from bench_transfer import GQA, PAIRS, Decode, Pair, Setup, Way, prefill_side
+from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.console import Console
 from rich.table import Table
 
@@ -128,8 +126,8 @@ def _decode(
         for setup in setups:
             ways = _ways(setup)
             if is_first:
-                _check(setup, ways, decode)
-            turns = [{way: _seconds(run) for way, run in ways.items()} for _ in range(repeat)]
+                setup.check(ways)
+            turns = [{way: seconds_of(run) for way, run in ways.items()} for _ in range(repeat)]
             for way in ways:
                 ratio = statistics.median(turn[way] / turn["like"] for turn in turns)
                 found.append((str(setup.pair), way, [turn[way] for turn in turns], ratio))
@@ -138,26 +136,12 @@ def _decode(
     os._exit(0)  # P's process waits for nothing any more
 
 
-def _ways(setup: Setup) -> dict[str, Callable[[], Any]]:
-    ways: dict[str, Callable[[], Any]] = {"like": setup.like(setup.pair.remote_tokens)}
+def _ways(setup: Setup) -> dict[str, Way]:
+    ways: dict[str, Way] = {"like": setup.like(setup.pair.remote_tokens)}
     if setup.pair.remote_layout[-3:] == _FEW_RUNS:
         ways["direct"] = partial(setup.in_thread, is_direct=True)
     ways["staged"] = partial(setup.in_thread, is_direct=False)
     return ways
-
-
-def _check(setup: Setup, ways: dict[str, Callable[[], Any]], decode: Decode) -> None:
-    for way, run in ways.items():
-        decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
-        run()
-        if way != "like":
-            setup.check()
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 @contextmanager

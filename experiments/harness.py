@@ -1,4 +1,7 @@
-"""The harness of all benchmarks and drills: arguments, folders, tables, goals and JSON."""
+"""The harness of all benchmarks and drills: arguments, folders, tables, goals and JSON.
+
+A GPU machine may lack rich, and so may a Python that only shows a plan: tables alone import it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,11 @@ class Goal:
 
 def are_met(goals: Sequence[Goal], console: Console) -> bool:
     """Prints goals beside results; true if all are met."""
-    table = Table("goal", "wanted", "found", "")
-    for goal in goals:
-        sign = ">=" if goal.is_least else "<="
-        word = "met" if goal.is_met else "missed"
-        table.add_row(goal.name, f"{sign} {goal.wanted:g}", f"{goal.found:.2f}", word)
-    console.print(table)
+    console.print(table_of("", ("goal", "wanted", "found", ""), (
+        (goal.name, f"{'>=' if goal.is_least else '<='} {goal.wanted:g}", f"{goal.found:.2f}",
+         "met" if goal.is_met else "missed")
+        for goal in goals
+    )))  # fmt: skip
     return all(goal.is_met for goal in goals)
 
 
@@ -77,6 +81,8 @@ def telling_refusals() -> Iterator[None]:
 
 def console_of(width: int) -> Console:
     """Makes a console as wide as the terminal, or as a table needs it in a file."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else width)
 
 
@@ -98,12 +104,21 @@ def table_of(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 2
 ) -> Table:
     """Makes a table whose first ``texts`` columns are text, and the others numbers."""
+    from rich.table import Table
+
     table = Table(title=title or None)
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if number < texts else "right")
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Times one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:

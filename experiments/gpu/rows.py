@@ -1,7 +1,4 @@
-"""The options of all stages, and the file of their rows.
-
-experiments/harness.py imports rich, which a GPU machine may lack: the first stages do without it.
-"""
+"""The options of all stages, and the file of their rows."""
 
 from __future__ import annotations
 
@@ -11,18 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import harness
+
 #: The label of a result's row: what a reader is told first.
 LABEL = "what"
 
 
 def options_of(description: str | None, **more: Any) -> argparse.Namespace:
     """Parses --device and --json, and what a stage adds: name and default of each."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--json", type=Path, required=True, help="the rows go here")
-    for name, default in more.items():
-        parser.add_argument(f"--{name}", default=default, type=type(default))
-    return parser.parse_args()
+    return harness.options_of(
+        description,
+        judged=False,
+        device=("cuda", "cpu or cuda"),
+        json=(Path("rows.json"), "the rows go here"),
+        **{name: (default, "of this stage") for name, default in more.items()},
+    )
 
 
 class Rows:
