@@ -1,32 +1,24 @@
-"""What a digest of a request's cache costs, beside a plain copy of the same bytes.
+"""Measures a digest of a request's cache beside a plain copy of the same bytes.
 
     python experiments/bench_digest.py [--mib 64] [--repeat 7] [--device cuda] [--json FILE]
 
-On the host of this machine, by one thread each: "copy" is one piece of memory into another, the
-least that any transfer takes; "digest" is all that a worker does, the weights of a new request
-and the numbers as an answer names them among it. The ways take turns, ratios are of the same turn.
-Bytes lie in scattered blocks in a memory that no cache holds.
-
-For a device, whose time is launches and bytes, the operations are counted that the same request
-asks it for, in torch's "meta" tensors, and the bytes that they read and write as multiples of the
-request's ("moved"); views are no operations. Planes of unlike strides are read by themselves, as
-keys by column and their values are. With --device cuda both are timed on a GPU.
-With --check the exit status is 1 where a goal is missed.
+One thread on the host: "copy" is one piece of memory into another, "digest" all that a worker
+does. The ways take turns. Blocks are scattered in memory that no cache holds. For a device the
+operations of the same request are counted in torch's "meta" tensors, and the bytes that they touch
+as multiples of the request's ("moved"); --device cuda times both on one.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, add_options, conclude, console_of
-from rich.console import Console
+from bench_transfer import wait_for
+from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.progress import track
 from rich.table import Table
 
@@ -64,7 +56,7 @@ class Cache:
         return self.layers * self.heads * row
 
     def sizes(self, blocks: int) -> CacheSizes:
-        """Of so many blocks."""
+        """Returns the sizes of a cache of so many blocks."""
         return CacheSizes(
             self.layers, blocks, self.heads, self.block_tokens, self.channels, self.item_bytes,
             contents=self.contents,
@@ -92,7 +84,6 @@ class Row:
     copy_seconds: float
     digest_seconds: float
     digest_of_copy: float
-    small_seconds: float
     slices: int
     operations: int
     moved_of_bytes: float
@@ -105,14 +96,8 @@ class Request:
     def __init__(self, cache: Cache, tokens: int, device: str) -> None:
         held = -(-tokens // cache.block_tokens)
         sizes = cache.sizes(held + 1)
-        if device == "meta":
-            lies = Bytes(
-                _ADDRESS, torch.empty(sizes.total_bytes(), dtype=torch.uint8, device=device)
-            )
-        else:
-            size = (sizes.total_bytes(),)
-            memory = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-            lies = Bytes(memory.data_ptr(), memory)
+        memory = noise(sizes.total_bytes(), device)
+        lies = Bytes(_ADDRESS if device == "meta" else memory.data_ptr(), memory)
         planes = named_layout(cache.layout).planes(sizes, lies.address, Memory("DRAM"))
         memories = dict.fromkeys((plane.layer for plane in planes), lies)
         order = np.random.default_rng(0).permutation(held + 1)[:held]
@@ -121,16 +106,16 @@ class Request:
 
     @property
     def slices(self) -> int:
-        """How often a device is asked, of planes alike at a time."""
+        """Returns how often a device is asked, of planes alike at a time."""
         held = self.blocks.block_ids.size
         return sum(
             -(-len(alike.planes) * held * alike.block_bytes // SLICE_BYTES)
             for alike in self.digests.alike
         )
 
-    def begin(self, name: str = "request", tokens: int = 0) -> Any:
-        """Its digests, or those of its first tokens."""
-        return self.digests.begin(self.blocks, 0, tokens or self.tokens, Weights(name.encode()))
+    def begin(self, name: str = "request") -> Any:
+        """Begins its digests."""
+        return self.digests.begin(self.blocks, 0, self.tokens, Weights(name.encode()))
 
 
 class Moved(Operations):
@@ -153,24 +138,21 @@ class Moved(Operations):
         return found
 
 
-def seconds_of(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def noise(size: int, device: str) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
 
 
 def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
-    """One row."""
+    """Measures one row."""
     tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
     size = tokens * cache.token_bytes
     request = Request(cache, tokens, device)
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    source = noise(size, device)
     target = torch.empty_like(source)
 
     def copy() -> None:
         target.copy_(source)
-        if device != "cpu":
-            torch.get_device_module(device).synchronize()
+        wait_for(target)
 
     copy()
     request.begin().read()
@@ -178,7 +160,6 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
         (
             seconds_of(copy),
             seconds_of(lambda turn=turn: request.begin(f"request {turn}").read()),
-            seconds_of(lambda turn=turn: request.begin(f"request {turn}", 100).read()),
         )
         for turn in range(repeat)
     ]
@@ -186,31 +167,23 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
         Request(cache, tokens, "meta").begin()
     return Row(
         cache.name, cache.layout, size / _MIB, tokens,
-        statistics.median(copied for copied, _, _ in turns),
-        statistics.median(digest for _, digest, _ in turns),
-        statistics.median(digest / copied for copied, digest, _ in turns),
-        statistics.median(small for _, _, small in turns),
+        statistics.median(copied for copied, _ in turns),
+        statistics.median(digest for _, digest in turns),
+        statistics.median(digest / copied for copied, digest in turns),
         request.slices, counted.count, counted.bytes / size, cache.most,
     )  # fmt: skip
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="one thread; the last three of a device")
-    for name in (
-        "cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
-        "100 tokens, ms", "operations", "for 32 MiB", "moved/bytes",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("cache", "layout") else "right")
-    for row in rows:
-        table.add_row(
-            row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
-            f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
-            f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
-            f"{row.small_seconds * 1e3:.2f}",
-            f"{row.operations:,}", f"{row.operations / row.slices:.1f}",
-            f"{row.moved_of_bytes:.1f}",
-        )  # fmt: skip
-    console.print(table)
+def table(rows: Sequence[Row]) -> Table:
+    columns = ("cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
+               "operations", "for 32 MiB", "moved/bytes")  # fmt: skip
+    return table_of("one thread; the last three of a device", columns, (
+        (row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
+         f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
+         f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
+         f"{row.operations:,}", f"{row.operations / row.slices:.1f}", f"{row.moved_of_bytes:.1f}")
+        for row in rows
+    ))  # fmt: skip
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
@@ -226,19 +199,19 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 def main() -> None:
     """Measures, prints, and judges where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="of the cache that is digested")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--device", default="cpu", help="that the cache lies on: cpu or cuda")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        mib=(64, "of the cache that is digested"),
+        repeat=(7, "turns of each row"),
+        device=("cpu", "of the cache: cpu or cuda"),
+    )
     torch.set_num_threads(1)
     console = console_of(160)
     rows = [
         measure(cache, options.mib, options.repeat, options.device)
         for cache in track(CACHES, "measuring", console=console)
     ]
-    show(rows, console)
+    console.print(table(rows))
     conclude(rows, goals(rows), options, console)
 
 

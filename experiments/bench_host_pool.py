@@ -12,17 +12,13 @@ spoiled byte must be noticed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
+from bench_transfer import wait_for
+from harness import conclude, console_of, options_of, seconds_of, table_of
 from rich.table import Table
 
 from kvpatch.host_buffer.host_pool import HostPool, block_bytes, host_bytes
@@ -40,7 +36,7 @@ class Model:
     after: tuple[int, ...]
 
     def tensors(self, blocks: int, device: str) -> dict[str, torch.Tensor]:
-        """Noise, bfloat16, in memory of torch's own, as an engine's."""
+        """Returns noise, bfloat16, in memory of torch's own, as an engine's."""
         shape = (*self.before, blocks, *self.after)
         count = int(np.prod(shape)) * 2
         noise = np.random.default_rng(0)
@@ -73,13 +69,9 @@ class Measured:
     plain_seconds: float
     ratio: float
 
-    @property
-    def gb_per_second(self) -> float:
-        return self.saved_bytes / self.pool_seconds / 1e9
-
 
 def numbers(host_blocks: int, how: str, seed: int = 1) -> np.ndarray:
-    """All host blocks, in the order in which blocks go to them; half of them are used."""
+    """Returns all host blocks in the order in which blocks go to them; half are used."""
     generator = np.random.default_rng(seed)
     if how == "scattered":
         return generator.permutation(host_blocks)
@@ -105,15 +97,8 @@ def is_identical(
     )
 
 
-def seconds_of(run: Callable[[], None]) -> float:
-    """Returns the seconds of one run."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
-    """The rows of one model."""
+    """Measures the rows of one model."""
     at = len(model.before)
     one = model.tensors(1, "cpu")
     size = block_bytes(one, dict.fromkeys(one, at), 1)
@@ -127,8 +112,7 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
 
     def plain() -> None:
         target.copy_(source, non_blocking=device != "cpu")
-        if device != "cpu":
-            torch.get_device_module(device).synchronize()
+        wait_for(source)
 
     found = []
     for how in ("both", "runs", "scattered"):
@@ -166,36 +150,30 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
     return found
 
 
-def show(rows: list[Measured], console: Console) -> None:
-    """One table."""
-    table = Table("cache", "host blocks", "MiB", "GB/s", "plain copy GB/s", "of plain copy")
-    for row in rows:
-        table.add_row(
-            row.model,
-            row.host_blocks,
-            f"{row.saved_bytes / 2**20:.0f}",
-            f"{row.gb_per_second:.2f}",
-            f"{row.saved_bytes / row.plain_seconds / 1e9:.2f}",
-            f"{row.ratio:.2f}",
-        )
-    console.print(table)
+def table(rows: list[Measured]) -> Table:
+    columns = ("cache", "host blocks", "MiB", "GB/s", "plain copy GB/s", "of plain copy")
+    return table_of("", columns, (
+        (row.model, row.host_blocks, f"{row.saved_bytes / 2**20:.0f}",
+         f"{row.saved_bytes / row.pool_seconds / 1e9:.2f}",
+         f"{row.saved_bytes / row.plain_seconds / 1e9:.2f}", f"{row.ratio:.2f}")
+        for row in rows
+    ))  # fmt: skip
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=256, help="how much is saved at once")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    options = parser.parse_args()
-    console = Console()
+    options = options_of(
+        __doc__,
+        mib=(256, "size of what is saved at once"),
+        repeat=(9, "turns of each row"),
+        device=("cpu", "of the caches"),
+    )
+    console = console_of(120)
     rows: list[Measured] = []
     for model in MODELS:
         rows += measure(model, options.mib, options.repeat, options.device)
-    show(rows, console)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    console.print(table(rows))
+    conclude(rows, (), options, console)
 
 
 if __name__ == "__main__":

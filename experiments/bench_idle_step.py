@@ -10,18 +10,16 @@ difference to a D with kvpatch and without instruments.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import track
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import Goal, add_options, conclude, console_of
+from experiments.harness import Goal, conclude, console_of, options_of, table_of
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from tests.lab.case import EngineSpec
@@ -95,21 +93,16 @@ def _read_one(stage: Stage, prefill: Actor, decode: Actor) -> None:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--release", default="0.33.0")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(__doc__, release=("0.33.0", "of vLLM"))
     console = console_of(120)
     fetch([options.release])
     with Lab(options.release) as lab:
         rows = measure(lab)
-    shown = Table("D", "us", "of it", title=f"a step of vLLM {options.release}, nothing loaded")
-    for row in rows:
-        added = "" if row.added_us is None else f"{row.added_us:+.1f}"
-        shown.add_row(row.what, f"{row.us:.1f}", added)
-    console.print(shown)
+    title = f"a step of vLLM {options.release}, nothing loaded"
+    console.print(table_of(title, ("D", "us", "of it"), (
+        (row.what, f"{row.us:.1f}", "" if row.added_us is None else f"{row.added_us:+.1f}")
+        for row in rows
+    ), texts=1))  # fmt: skip
     goals = [
         Goal(f"{row.what}: us added to a step", row.added_us or 0.0, _MOST_US)
         for row in rows

@@ -11,7 +11,6 @@ turns. The second stock D shows what the measurement cannot tell from 1.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import track
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import add_options, conclude, console_of
+from experiments.harness import conclude, console_of, options_of, table_of
 from tests.lab.case import EngineSpec
 from tests.lab.host import Lab
 from tests.lab.stage import Actor, Stage
@@ -108,11 +106,9 @@ def rows_of(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--release", default="0.32.0")
-    parser.add_argument("--repeat", type=int, default=100)
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, release=("0.32.0", "of vLLM"), repeat=(100, "turns of all pairs of caches")
+    )
     console = console_of(120)
     fetch([options.release])
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
@@ -120,13 +116,13 @@ def main() -> None:
         for _ in track(range(-(-options.repeat // TURNS)), "reading", console=console):
             for name, times in measure(lab).items():
                 found[name] += times
-    table = Table("D", "", "median ms", "least ms", "of stock", title=f"vLLM {options.release}")
     rows = rows_of(found)
-    for row in rows:
-        of_stock = "{:.3f} ({:.3f} to {:.3f})".format(*row.of_stock)
-        ms = (f"{1e3 * seconds:.2f}" for seconds in (row.median_s, row.least_s))
-        table.add_row(row.side, row.what, *ms, of_stock)
-    console.print(table)
+    columns = ("D", "", "median ms", "least ms", "of stock")
+    console.print(table_of(f"vLLM {options.release}", columns, (
+        (row.side, row.what, f"{1e3 * row.median_s:.2f}", f"{1e3 * row.least_s:.2f}",
+         "{:.3f} ({:.3f} to {:.3f})".format(*row.of_stock))
+        for row in rows
+    )))  # fmt: skip
     conclude(rows, (), options, console)
 
 

@@ -1,4 +1,4 @@
-"""What a load takes between unlike engines on a network, beside the load of a like pair.
+"""Measures a load between unlike engines on a network, beside the load of a like pair.
 
     python experiments/bench_link.py [--mib 64] [--repeat 3] [--rates 1,2,5] [--json FILE]
 
@@ -19,16 +19,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
-from bench_transfer import GQA, PAIRS, Decode, Pair, Setup, prefill_side, random_bytes
-from harness import Goal, add_options, conclude, console_of
+from bench_transfer import GQA, PAIRS, Decode, Pair, Setup, Way, prefill_side
+from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +59,7 @@ class Measured:
 
 
 class Link:
-    """Two namespaces of this process's, and what is between them."""
+    """The two namespaces of this process, and the interfaces between them."""
 
     def __init__(self) -> None:
         self._spaces = [in_thread(own_network) for _ in _ENDS]
@@ -75,7 +73,7 @@ class Link:
             self._run(end, "ip link set lo up")
 
     def settings(self, end: int) -> dict[str, str]:
-        """The variables of a process at an end."""
+        """Returns the variables of a process at an end."""
         device = _ENDS[end][0]
         return {NAMESPACE: self._paths[end], "UCX_TLS": "self,tcp", "UCX_NET_DEVICES": device}
 
@@ -96,7 +94,7 @@ class Link:
                 raise NoNamespaces(error.stderr.decode().strip().replace("\n", " ")) from error
 
     def close(self) -> None:
-        """The namespaces go with their last process."""
+        """Lets the namespaces go with their last process."""
         for space in self._spaces:
             os.close(space)
 
@@ -128,8 +126,8 @@ def _decode(
         for setup in setups:
             ways = _ways(setup)
             if is_first:
-                _check(setup, ways, decode)
-            turns = [{way: _seconds(run) for way, run in ways.items()} for _ in range(repeat)]
+                setup.check(ways)
+            turns = [{way: seconds_of(run) for way, run in ways.items()} for _ in range(repeat)]
             for way in ways:
                 ratio = statistics.median(turn[way] / turn["like"] for turn in turns)
                 found.append((str(setup.pair), way, [turn[way] for turn in turns], ratio))
@@ -138,26 +136,12 @@ def _decode(
     os._exit(0)  # P's process waits for nothing any more
 
 
-def _ways(setup: Setup) -> dict[str, Callable[[], Any]]:
-    ways: dict[str, Callable[[], Any]] = {"like": setup.like(setup.pair.remote_tokens)}
+def _ways(setup: Setup) -> dict[str, Way]:
+    ways: dict[str, Way] = {"like": setup.like(setup.pair.remote_tokens)}
     if setup.pair.remote_layout[-3:] == _FEW_RUNS:
         ways["direct"] = partial(setup.in_thread, is_direct=True)
     ways["staged"] = partial(setup.in_thread, is_direct=False)
     return ways
-
-
-def _check(setup: Setup, ways: dict[str, Callable[[], Any]], decode: Decode) -> None:
-    for way, run in ways.items():
-        decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
-        run()
-        if way != "like":
-            setup.check()
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 @contextmanager
@@ -180,7 +164,7 @@ def linked() -> Iterator[Link]:
 
 
 def measure(link: Link, options: argparse.Namespace, console: Console) -> list[Measured]:
-    """All rates and delays that the kernel has."""
+    """Measures all rates and delays that the kernel has."""
     context = multiprocessing.get_context("spawn")
     (prefill, of_decode), (orders, of_orders) = context.Pipe(), context.Pipe()
     size = 2 * options.mib * 1024**2
@@ -211,20 +195,18 @@ def measure(link: Link, options: argparse.Namespace, console: Console) -> list[M
     return rows
 
 
-def show(rows: list[Measured], mib: int, console: Console) -> None:
-    """One table."""
-    table = Table("P -> D", "Gbit/s", "delay ms", "way", "ms", "Gbit/s seen", "of the like load")
-    for row in rows:
-        table.add_row(
-            row.pair, f"{row.gbit_per_second:g}", f"{row.delay_ms:g}", row.way,
-            f"{row.seconds * 1e3:.0f}", f"{mib * 2**20 * 8 / row.seconds / 1e9:.2f}",
-            f"{row.of_like:.2f}",
-        )  # fmt: skip
-    console.print(table)
+def table(rows: list[Measured], mib: int) -> Table:
+    columns = ("P -> D", "way", "Gbit/s", "delay ms", "ms", "Gbit/s seen", "of the like load")
+    return table_of("", columns, (
+        (row.pair, row.way, f"{row.gbit_per_second:g}", f"{row.delay_ms:g}",
+         f"{row.seconds * 1e3:.0f}", f"{mib * 2**20 * 8 / row.seconds / 1e9:.2f}",
+         f"{row.of_like:.2f}")
+        for row in rows
+    ))  # fmt: skip
 
 
 def goals(rows: list[Measured]) -> list[Goal]:
-    """The faster way of each pair, on each link."""
+    """Judges the faster way of each pair, on each link."""
     best: dict[str, float] = {}
     for row in rows:
         if row.way != "like":
@@ -235,12 +217,12 @@ def goals(rows: list[Measured]) -> list[Goal]:
 
 def main() -> None:
     """Measures, prints, and judges where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="size of the request's cache")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rates", default="1,2,5", help="Gbit/s, by commas")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        mib=(64, "size of the request's cache"),
+        repeat=(3, "turns of each row"),
+        rates=("1,2,5", "Gbit/s, by commas"),
+    )
     console = console_of(120)
     try:
         with linked() as link:
@@ -248,7 +230,7 @@ def main() -> None:
     except NoNamespaces as error:
         console.print(f"skipped: {error}", markup=False)
         sys.exit(0)
-    show(rows, options.mib, console)
+    console.print(table(rows, options.mib))
     conclude(rows, goals(rows), options, console)
 
 

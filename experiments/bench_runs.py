@@ -10,17 +10,14 @@ the large ones. A strided copy of as many bytes out of a staging buffer is timed
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from bench_transfer import Decode, beside_prefill
-from rich.console import Console
+from harness import conclude, console_of, options_of, table_of
 from rich.progress import track
-from rich.table import Table
 
 from kvpatch.transfer.nixl import prepare_read
 
@@ -28,8 +25,17 @@ SIZES = tuple(1 << power for power in range(7, 21))
 REPEAT = 3
 
 
-def seconds_of(decode: Decode, total: int, size: int, most: int) -> tuple[float, int]:
-    """(median seconds, runs) of reading in runs of `size` bytes."""
+@dataclass(frozen=True)
+class Row:
+    """The median seconds of reads in runs of one size."""
+
+    run_bytes: int
+    runs: int
+    seconds: float
+
+
+def measure(decode: Decode, total: int, size: int, most: int) -> Row:
+    """Reads in runs of `size` bytes."""
     order = np.random.default_rng(0).permutation
     runs = min(total // size, most)
     remote = decode.remote_address + order(total // size)[:runs] * size
@@ -39,11 +45,11 @@ def seconds_of(decode: Decode, total: int, size: int, most: int) -> tuple[float,
         started = time.perf_counter()
         decode.wait(prepare_read(decode.agent, decode.ends, remote, local, np.full(runs, size)))
         found.append(time.perf_counter() - started)
-    return statistics.median(found), runs
+    return Row(size, runs, statistics.median(found))
 
 
 def copy_bytes_per_second(total: int) -> float:
-    """A strided copy such as place.py makes: rows of 8 heads change places."""
+    """Times a strided copy such as place.py makes: rows of 8 heads change places."""
     source = np.zeros((total // 65536, 16, 8, 512), dtype=np.uint8)
     target = np.zeros((total // 65536, 8, 16, 512), dtype=np.uint8)
     blocks = np.random.default_rng(1).permutation(len(target))
@@ -57,41 +63,35 @@ def copy_bytes_per_second(total: int) -> float:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--most", type=int, default=100_000, help="runs in a row at most")
-    parser.add_argument("--device", default="cpu", help="of both memories: cpu or cuda")
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    options = parser.parse_args()
-    console = Console()
-    total = options.mib * 1024**2
-    table = Table("bytes a run", "runs", "us a run", "GB/s", title="reads in runs of one size")
-    rows = {}
-    with beside_prefill(total, device=options.device) as decode:
-        for size in track(SIZES, "reading", console=console):
-            seconds, runs = rows[size] = seconds_of(decode, total, size, options.most)
-            table.add_row(
-                f"{size:,}", f"{runs:,}", f"{seconds / runs * 1e6:.2f}",
-                f"{size * runs / seconds / 1e9:.2f}",
-            )  # fmt: skip
-    console.print(table)
-    if options.json:
-        found = [
-            {"run_bytes": size, "runs": runs, "seconds": seconds}
-            for size, (seconds, runs) in rows.items()
-        ]
-        options.json.write_text(json.dumps(found, indent=2))
-    small, large = min(SIZES), max(SIZES)
-    a_run = rows[small][0] / rows[small][1]
-    wire = large * rows[large][1] / rows[large][0]
-    if options.device != "cpu":  # experiments/gpu/placing.py has a device's copies
-        console.print(f"{a_run * 1e6:.2f} us a run, {wire / 1e9:.1f} GB/s on the wire")
-        return
-    copy = copy_bytes_per_second(total)
-    console.print(
-        f"{a_run * 1e6:.1f} us a run, {wire / 1e9:.1f} GB/s on the wire, "
-        f"{copy / 1e9:.1f} GB/s copied: runs under about {a_run * copy / 1024:.0f} KiB are staged"
+    options = options_of(
+        __doc__,
+        mib=(64, "size of both memories"),
+        most=(100_000, "runs in a row at most"),
+        device=("cpu", "of both memories: cpu or cuda"),
     )
+    console = console_of(120)
+    total = options.mib * 1024**2
+    with beside_prefill(total, options.device) as decode:
+        rows = [
+            measure(decode, total, size, options.most)
+            for size in track(SIZES, "reading", console=console)
+        ]
+    columns = ("bytes a run", "runs", "us a run", "GB/s")
+    console.print(table_of("reads in runs of one size", columns, (
+        (f"{row.run_bytes:,}", f"{row.runs:,}", f"{row.seconds / row.runs * 1e6:.2f}",
+         f"{row.run_bytes * row.runs / row.seconds / 1e9:.2f}")
+        for row in rows
+    ), texts=0))  # fmt: skip
+    small, large = rows[0], rows[-1]
+    a_run = small.seconds / small.runs
+    wire = large.run_bytes * large.runs / large.seconds
+    found = f"{a_run * 1e6:.2f} us a run, {wire / 1e9:.1f} GB/s on the wire"
+    if options.device == "cpu":  # experiments/gpu/placing.py has a device's copies
+        copy = copy_bytes_per_second(total)
+        staged = f"runs under about {a_run * copy / 1024:.0f} KiB are staged"
+        found += f", {copy / 1e9:.1f} GB/s copied: {staged}"
+    console.print(found)
+    conclude(rows, (), options, console)
 
 
 if __name__ == "__main__":

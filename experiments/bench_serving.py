@@ -13,7 +13,6 @@ status is 1 above 1.2 of the like pair's time (1.05 where both pairs are alike).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -22,7 +21,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,14 +31,15 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.models import MAKERS
 from experiments.harness import (
     Goal,
-    add_options,
     chosen,
     conclude,
     console_of,
+    options_of,
     table_of,
+    telling_refusals,
     work_folder,
 )
-from kvpatch.core.errors import EngineFailed, KvpatchError
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.engine import Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
@@ -300,7 +299,7 @@ def table(found: Sequence[Measured]) -> Table:
     shown = table_of(title, (
         "pair", "D", "first token, ms", "like", "ratio", "of D, ms", "like", "ratio",
         "others, tokens/s",
-    ))  # fmt: skip
+    ), ())  # fmt: skip
     for one in found:
         for when, loads in (("idle", one.idle), ("busy", one.busy)):
             row: list[Any] = [one.pair, when]
@@ -316,17 +315,15 @@ def table(found: Sequence[Measured]) -> Table:
 
 def main() -> None:
     """Serves pairs of engines beside stock's like pair, and compares times to first token."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        __doc__,
+        pairs=(None, "which, by commas; all by default"),
+        prompts=(40, "of each pair, idle and busy"),
+        work_dir=(None, "for models and logs; kept"),
     )
-    parser.add_argument("--pairs", help="which, by commas; all by default")
-    parser.add_argument("--prompts", type=int, default=40, help="of each pair, idle and busy")
-    parser.add_argument("--work-dir", type=Path, help="for models and logs; kept")
-    add_options(parser)
-    options = parser.parse_args()
     console = console_of(140)
     importable_in_engines()
-    try:
+    with telling_refusals():
         names = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         folder = work_folder(options.work_dir, "serving", console)
         model = str(MAKERS["much-kv"](folder / "much-kv"))
@@ -336,8 +333,6 @@ def main() -> None:
             for pair in PAIRS
             if pair.name in names
         ]
-    except KvpatchError as error:
-        parser.exit(2, f"error: {error}\n")
     console.print(table(found))
     conclude(found, goals(found), options, console)
 

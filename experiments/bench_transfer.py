@@ -1,32 +1,27 @@
-"""How fast a cache is read into one of another geometry, beside stock's read into a like one.
+"""Measures reads of a cache into one of another geometry, beside stock's read of a like one.
 
     python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--device cuda] [--json FILE]
 
-Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
-with P's geometry: one prepared descriptor per block and layer. Every other row reads the
-same tokens into another geometry, with all that a request costs: pairing, planning, posting,
-copying, waiting, in the progress thread as in an engine, with copies in a thread of their own;
-"copied by turns" is staged with the copies in the progress thread too, and "in steps" the same
-without a thread, driven by a loop that does nothing else. Each row's bytes are compared before
-it is timed. Blocks are scattered.
-"extra MiB" is what a read took at its peak beyond the caches and the pool (resident memory).
+Two processes with one NIXL agent each. "stock, both like P" is a release's read between two engines
+with P's geometry: one prepared descriptor for each block and layer. "direct" and "staged" read the
+same tokens into D's geometry, with the whole cost of a request: pairing, planning, posting,
+copying, waiting. They run in the progress thread, as in an engine, and the copies in a thread of
+their own. The bytes of each row are compared before it is timed. Blocks are scattered.
 
-"bound" is what no staged read can beat here: stock's read of the same bytes, and beside it, in a
-thread of its own, a plain copy of as many bytes that are in the processor's cache. "waits ms" is
-for how long these threads had work and no processor (Linux's schedstat): on a machine of
-two cores NIXL's own threads, which never sleep, take turns with it. On a GPU the bound is a copy
-of as many bytes on the device.
+"bound" is a limit that no staged read can beat here: stock's read of the same bytes, and beside it
+a thread that copies as many bytes within the processor's cache. "waits ms" is how long kvpatch's
+threads had work and no processor (Linux's schedstat): NIXL's own threads never sleep. On a device
+the bound is a copy of as many bytes on it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,26 +31,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, add_options, conclude, console_of
-from rich.console import Console
+from harness import Goal, conclude, console_of, options_of, table_of
 from rich.table import Table
 
-from kvpatch.geometry.direct_plan import plan_parts, plan_runs
+from kvpatch.geometry.direct_plan import plan_parts
 from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, is_direct, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
-from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
-DRAM = Memory("DRAM")
 _COPY_BYTES = 4 * 1024**2
 #: How often a loop looks that does nothing else, without taking a processor for it.
 _LOOK_SECONDS = 1e-3
@@ -66,7 +59,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What both sides agree on."""
+    """The facts on which both sides agree."""
 
     name: str
     layers: int
@@ -76,7 +69,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of all layers."""
+        """Returns the bytes of a token's keys and values in all layers."""
         return self.layers * self.heads * 2 * self.channels * self.item_bytes
 
 
@@ -91,7 +84,7 @@ class Pair:
     local_tokens: int
 
     def tokens_in(self, size_bytes: int) -> int:
-        """As many tokens as so many bytes hold, in whole blocks of both sides; some at least."""
+        """Returns the tokens that so many bytes hold, in whole blocks of both sides."""
         lot = math.lcm(self.remote_tokens, self.local_tokens)
         return max(1, size_bytes // self.model.token_bytes // lot) * lot
 
@@ -126,40 +119,26 @@ class Measured:
     seconds: float
     gb_per_second: float
     of_like_p: float
-    of_like_d: float
     of_bound: float
     descriptors: int
-    plan_seconds: float
     working_seconds: float
     waiting_seconds: float
-    extra_bytes: int
 
 
-def make_agent(name: str, threads: int = THREADS, wait_us: int = 0) -> Any:
-    """A NIXL agent as vLLM makes one, but for the wait of its progress thread."""
+def make_agent(name: str) -> Any:
+    """Makes a NIXL agent as vLLM does."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    bindings = nixl_agent.__init__.__globals__["nixlBind"]
-    make = bindings.nixlAgent
-
-    def patient(name: str, config: Any) -> Any:
-        config.pthrDelay = wait_us  # which NIXL's Python API has no name for
-        return make(name, config)
-
-    bindings.nixlAgent = patient
-    try:
-        return nixl_agent(name, nixl_agent_config(num_threads=threads, capture_telemetry=True))
-    finally:
-        bindings.nixlAgent = make
+    return nixl_agent(name, nixl_agent_config(num_threads=THREADS, capture_telemetry=True))
 
 
 def random_bytes(size: int, seed: int) -> torch.Tensor:
-    """Noise, so that a byte in the wrong place shows."""
+    """Returns noise, so that a byte in the wrong place shows."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
 def cache_memory(agent: Any, size_bytes: int, seed: int, device: str) -> torch.Tensor:
-    """Noise on a device, which NIXL knows."""
+    """Returns noise on a device, which NIXL knows."""
     memory = random_bytes(size_bytes, seed).to(device)
     wait_for(memory)
     agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], kind_of(memory).kind)
@@ -167,25 +146,19 @@ def cache_memory(agent: Any, size_bytes: int, seed: int, device: str) -> torch.T
 
 
 def kind_of(memory: torch.Tensor) -> Memory:
-    """What NIXL calls it."""
-    return DRAM if memory.device.type == "cpu" else Memory("VRAM")
+    """Returns NIXL's name for the device's memory."""
+    return Memory("DRAM" if memory.device.type == "cpu" else "VRAM")
 
 
 def wait_for(memory: torch.Tensor) -> None:
-    """Until all that its device was told is done."""
+    """Waits until the memory's device has finished all its work."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize()
 
 
-def prefill_side(
-    connection: Connection,
-    size_bytes: int,
-    threads: int = THREADS,
-    wait_us: int = 0,
-    device: str = "cpu",
-) -> None:
+def prefill_side(connection: Connection, size_bytes: int, device: str = "cpu") -> None:
     """Holds a cache until it is told to end."""
-    agent = make_agent("P", threads, wait_us)
+    agent = make_agent("P")
     memory = cache_memory(agent, size_bytes, 1, device)
     connection.send((agent.get_agent_metadata(), memory.data_ptr()))
     connection.recv()
@@ -194,15 +167,8 @@ def prefill_side(
 class Decode:
     """D's process: its own memory, and P's agent."""
 
-    def __init__(
-        self,
-        size_bytes: int,
-        connection: Connection,
-        threads: int = THREADS,
-        wait_us: int = 0,
-        device: str = "cpu",
-    ) -> None:
-        self.agent = make_agent("D", threads, wait_us)
+    def __init__(self, size_bytes: int, connection: Connection, device: str = "cpu") -> None:
+        self.agent = make_agent("D")
         self.memory = cache_memory(self.agent, size_bytes, 2, device)
         self.kind = kind_of(self.memory)
         metadata, self.remote_address = connection.recv()
@@ -211,58 +177,51 @@ class Decode:
         self.ends = Ends(self.kind, self.kind, name)
 
     def prepared(self, count: int, run_bytes: int) -> tuple[Any, Any]:
-        """So many runs from the start of both memories, as stock prepares them: ours, theirs."""
+        """Prepares so many runs from the start of both memories: local, remote."""
         runs = np.full((count, 3), (0, run_bytes, 0), dtype=np.uint64)
         runs[:, 0] = np.arange(count) * run_bytes
 
         def of(name: str, address: int) -> Any:
             placed = runs + np.array((address, 0, 0), dtype=np.uint64)
-            return self.agent.prep_xfer_dlist(
-                name, self.agent.get_xfer_descs(placed, self.kind.kind)
-            )
+            described = self.agent.get_xfer_descs(placed, self.kind.kind)
+            return self.agent.prep_xfer_dlist(name, described)
 
         ours = of("NIXL_INIT_AGENT", self.memory.data_ptr())
         return ours, of(self.ends.agent, self.remote_address)
 
-    def wait(self, handle: Any) -> float:
-        """Until a transfer of NIXL's is done; when it had been posted, as perf_counter counts."""
+    def wait(self, handle: Any) -> None:
+        """Waits until a transfer of NIXL's is done."""
         state = self.agent.transfer(handle)
-        posted = time.perf_counter()
         while state == "PROC":
             state = self.agent.check_xfer_state(handle)
         if state != "DONE":
             raise RuntimeError(f"a transfer ended as {state}")
         self.agent.release_xfer_handle(handle)
-        return posted
 
 
 @contextmanager
-def beside_prefill(
-    size_bytes: int, threads: int = THREADS, wait_us: int = 0, device: str = "cpu"
-) -> Iterator[Decode]:
-    """D, while another process holds a cache as large."""
+def beside_prefill(size_bytes: int, device: str) -> Iterator[Decode]:
+    """Yields D, while another process holds a cache as large."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, size_bytes, threads, wait_us, device)
+    arguments = (theirs, size_bytes, device)
     prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
     prefill.start()
     try:
-        yield Decode(size_bytes, ours, threads, wait_us, device)
+        yield Decode(size_bytes, ours, device)
     finally:
         ours.send(None)
         prefill.join()
 
 
-Way = Callable[[], tuple[int, float]]
-"""A read; returns its descriptors and the seconds that it was planned."""
+Way = Callable[[], int]
+"""A read; returns the number of its descriptors."""
 
 
 class Setup:
     """One pair on the two memories."""
 
-    def __init__(
-        self, pair: Pair, tokens: int, decode: Decode, pool_bytes: int = POOL_BYTES
-    ) -> None:
+    def __init__(self, pair: Pair, tokens: int, decode: Decode) -> None:
         self.pair, self.tokens, self.decode = pair, tokens, decode
         self.total_bytes = tokens * pair.model.token_bytes
         order = np.random.default_rng(0).permutation
@@ -284,9 +243,10 @@ class Setup:
             by_layer.setdefault(plane.layer, []).append(plane)
         self.overlaps = overlaps_of(list(by_layer.values()), self.local)
         device = decode.memory.device
-        self.pool = StagingPool(pool_bytes, self._register, on_device=device.type != "cpu")
-        self.engine_agent = EngineAgent(decode.agent, gate := AgentGate())
-        self.gate, self.thread = gate, ProgressThread(self.pool, device, gate)
+        self.pool = StagingPool(POOL_BYTES, self._register, on_device=device.type != "cpu")
+        self.gate = AgentGate()
+        self.engine_agent = EngineAgent(decode.agent, self.gate)
+        self.thread = ProgressThread(self.pool, device, self.gate)
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         self.caches.thread = self.thread.copying
         # Made and registered before anything is timed, as it is for all but the first request.
@@ -299,16 +259,15 @@ class Setup:
         return space
 
     def _register(self, size_bytes: int) -> torch.Tensor:
-        memory = self.decode.memory
-        # All of it resident.
-        buffer = torch.full((size_bytes,), 1, dtype=torch.uint8, device=memory.device)
+        device = self.decode.memory.device
+        buffer = torch.full((size_bytes,), 1, dtype=torch.uint8, device=device)  # all resident
         wait_for(buffer)
         place = (buffer.data_ptr(), size_bytes, 0, "")
         self.decode.agent.register_memory([place], self.decode.kind.kind)
         return buffer
 
     def segments(self) -> Segments:
-        """All tokens of the request."""
+        """Pairs the blocks of all tokens of the request."""
         return pair_blocks(
             BlockList(self.remote_ids, self.pair.remote_tokens),
             BlockList(self.local_ids, self.pair.local_tokens),
@@ -317,7 +276,7 @@ class Setup:
         )
 
     def like(self, block_tokens: int) -> Way:
-        """Stock's way between two engines whose blocks have so many tokens."""
+        """Makes stock's read between two engines whose blocks have so many tokens."""
         agent, model = self.decode.agent, self.pair.model
         block_bytes = block_tokens * model.token_bytes // model.layers
         blocks = self.tokens // block_tokens
@@ -327,17 +286,20 @@ class Setup:
             (first + np.random.default_rng(seed).permutation(blocks)).reshape(-1) for seed in (5, 0)
         )
 
-        def run() -> tuple[int, float]:
+        def run() -> int:
             handle = agent.make_prepped_xfer("READ", sides[0], ours, sides[1], theirs, b"")
             self.decode.wait(handle)
-            return ours.size, 0.0
+            return ours.size
 
         return run
 
-    def bound(self, like: Way) -> tuple[int, float]:
-        """Stock's way, while as many bytes are copied that the processor has at hand."""
+    def bound(self, like: Way) -> int:
+        """Reads as stock does, while as many bytes are copied; on a device copies alone."""
         if self.decode.memory.device.type != "cpu":
-            return self.copied()
+            from_here, to = self.decode.memory[: 2 * self.total_bytes].chunk(2)
+            to.copy_(from_here)
+            wait_for(to)
+            return 0
         source = np.ones(_COPY_BYTES, dtype=np.uint8)
         target = np.ones_like(source)
         reading = threading.Thread(target=like)
@@ -345,95 +307,40 @@ class Setup:
         for _ in range(-(-self.total_bytes // _COPY_BYTES)):
             np.copyto(target, source)
         reading.join()
-        return 0, 0.0
-
-    def copied(self) -> tuple[int, float]:
-        """A copy on the device."""
-        source, target = self.decode.memory[: 2 * self.total_bytes].chunk(2)
-        target.copy_(source)
-        wait_for(target)
-        return 0, 0.0
-
-    def direct(self) -> tuple[int, float]:
-        """Every run to its place."""
-        started = time.perf_counter()
-        copies = [copy for overlap in self.overlaps for copy in overlap.copies]
-        plan = plan_runs([(self.segments(), copies)])
-        planned = time.perf_counter() - started
-        runs = plan.remote_address, plan.local_address, plan.length
-        self.decode.wait(prepare_read(self.decode.agent, self.decode.ends, *runs))
-        return len(plan), planned
-
-    def staged(self) -> tuple[int, float]:
-        """Whole remote blocks into the pool, copies out of it; planned while others are read."""
-        planning, runs = 0.0, 0
-
-        def rounds() -> Iterator[Chunk]:
-            nonlocal planning, runs
-            started = time.perf_counter()
-            share = Share(self.segments(), self.overlaps)
-            for planned in plan_chunks([share], self.pool.chunk_bytes):
-                planning += time.perf_counter() - started
-                runs += planned.length.size
-                yield planned
-                started = time.perf_counter()
-
-        read = StagedRead(
-            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            Unposted((), rounds()),
-        )  # fmt: skip
-        read.start()
-        while (state := read.state()) == "PROC":
-            pass
-        if state != "DONE":
-            raise RuntimeError(f"a read ended as {state}")
-        read.release()
-        return runs, planning
+        return 0
 
     def background(self, *, is_direct: bool) -> BackgroundRead:
-        """The same in the progress thread, as a worker reads; not started."""
+        """Makes a read in the progress thread, as a worker's; it is not started."""
         copies = [copy for overlap in self.overlaps for copy in overlap.copies]
         share = Share(self.segments(), self.overlaps)
         read = StagedRead(
             ProgressAgent(self.decode.agent, self.gate), self.pool, self.caches, self.decode.ends,
             b"read", Unposted(
                 plan_parts([(self.segments(), copies)] if is_direct else []),
-                plan_chunks(
-                    [] if is_direct else [share], self.pool.chunk_bytes
-                ),
+                plan_chunks([] if is_direct else [share], self.pool.chunk_bytes),
             ),
         )  # fmt: skip
         return BackgroundRead(read, self.thread)
 
-    def steps_read(self) -> StagedRead:
-        """A staged read that goes on when it is looked at."""
-        share = Share(self.segments(), self.overlaps)
-        chunks = plan_chunks([share], self.pool.chunk_bytes)
-        return StagedRead(
-            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            Unposted((), chunks),
-        )  # fmt: skip
-
-    def in_thread(self, *, is_direct: bool) -> tuple[int, float]:
-        """By the thread alone: the loop looks whether it is done."""
+    def in_thread(self, *, is_direct: bool) -> int:
+        """Reads by the progress thread alone; the loop only polls it."""
         read = self.background(is_direct=is_direct)
         read.start()
         while (state := read.state()) == "PROC":
             time.sleep(_LOOK_SECONDS)
         if state != "DONE":
             raise RuntimeError(f"a read ended as {state}")
-        return read.telemetry().descCount, 0.0
+        return read.telemetry().descCount
 
-    def by_turns(self) -> tuple[int, float]:
-        """A staged read whose copies are made by the thread that reads."""
-        self.caches.thread, beside = None, self.caches.thread
-        try:
-            return self.in_thread(is_direct=False)
-        finally:
-            self.caches.thread = beside
+    def check(self, ways: Mapping[str, Way]) -> None:
+        """Runs each way; those that are kvpatch's have to bring P's bytes."""
+        for way, run in ways.items():
+            self.decode.memory.copy_(random_bytes(self.decode.memory.numel(), 2))
+            run()
+            if way in ("direct", "staged"):
+                self._compare()
 
-    def check(self) -> None:
-        """Every item of every token in its place."""
+    def _compare(self) -> None:
         source = random_bytes(self.decode.memory.numel(), 1).numpy()
         target = self.decode.memory.cpu().numpy()
         place = {"remote": self.decode.remote_address, "local": self.decode.memory.data_ptr()}
@@ -449,16 +356,8 @@ class Setup:
                 raise SystemExit(f"{self.pair}: {ours} is not what P holds")
 
 
-def resident_bytes(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (at its peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
-
-
 def progress_seconds() -> tuple[float, float]:
-    """For how long our threads have been on a processor, and waited for one."""
+    """Returns how long kvpatch's threads have been on a processor, and waited for one."""
     spent = waited = 0
     for thread in threading.enumerate():
         if thread.name in ("kvpatch-reads", "kvpatch-copies"):
@@ -467,56 +366,32 @@ def progress_seconds() -> tuple[float, float]:
     return spent / 1e9, waited / 1e9
 
 
-def extra_bytes(run: Way) -> int:
-    """What one run needs at its peak beyond what the process held before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident_bytes("VmRSS")
-    run()
-    return max(0, resident_bytes("VmHWM") - before)
-
-
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
     """The rows of one pair; its ways take turns, so that a slow second slows all of them."""
     setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
-    is_host = decode.memory.device.type == "cpu"
-    costs = HOST_MEMORY if is_host else DEVICE_MEMORY
+    costs = HOST_MEMORY if decode.memory.device.type == "cpu" else DEVICE_MEMORY
     auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), costs) else "staged"
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
-    if pair.local_tokens != pair.remote_tokens:
-        ways["stock, both like D"] = setup.like(pair.local_tokens)
     ways |= {
         "bound": partial(setup.bound, ways["stock, both like P"]),
         "direct": partial(setup.in_thread, is_direct=True),
         "staged": partial(setup.in_thread, is_direct=False),
-        "staged, copied by turns": setup.by_turns,
-        "direct, in steps": setup.direct,
-        "staged, in steps": setup.staged,
     }
-    if not is_host:  # where no thread of the host's copies
-        del ways["staged, copied by turns"]
-    extra = {}
-    for way, run in ways.items():
-        decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
-        run()
-        if not way.startswith(("stock", "bound")):
-            setup.check()
-        extra[way] = extra_bytes(run)
+    setup.check(ways)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    planning: dict[str, list[float]] = {way: [] for way in ways}
     descriptors = {}
     worked: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(repeat):
         for way, run in ways.items():
             before = progress_seconds()
             started = time.perf_counter()
-            descriptors[way], planned = run()
+            descriptors[way] = run()
             seconds[way].append(time.perf_counter() - started)
-            planning[way].append(planned)
             after = progress_seconds()
             worked[way].append((after[0] - before[0], after[1] - before[1]))
 
     def beside(anchor: str, way: str) -> float:
-        pairs = zip(seconds.get(anchor, seconds["stock, both like P"]), seconds[way], strict=True)
+        pairs = zip(seconds[anchor], seconds[way], strict=True)
         return statistics.median(theirs / own for theirs, own in pairs)
 
     return [
@@ -527,44 +402,25 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
             statistics.median(seconds[way]),
             setup.total_bytes / statistics.median(seconds[way]) / 1e9,
             beside("stock, both like P", way),
-            beside("stock, both like D", way),
             beside("bound", way),
             descriptors[way],
-            statistics.median(planning[way]),
             statistics.median(working for working, _ in worked[way]),
             statistics.median(waiting for _, waiting in worked[way]),
-            extra[way],
         )
         for way in ways
     ]
 
 
-def show(rows: list[Measured], console: Console) -> None:
-    """One table per model."""
-    for model in dict.fromkeys(row.model for row in rows):
-        table = Table(title=model)
-        for name in (
-            "P -> D",
-            "way",
-            "GB/s",
-            "of stock, like P",
-            "like D",
-            "of bound",
-            "descriptors",
-            "plan ms",
-            "works ms",
-            "waits ms",
-            "extra MiB",
-        ):
-            table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
-        for row in (row for row in rows if row.model == model):
-            table.add_row(
-                row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
-                f"{row.of_like_d:.2f}", f"{row.of_bound:.2f}", f"{row.descriptors:,}",
-                f"{row.plan_seconds * 1e3:.1f}", f"{row.working_seconds * 1e3:.0f}",
-                f"{row.waiting_seconds * 1e3:.0f}", f"{row.extra_bytes / 1024**2:.0f}",
-            )  # fmt: skip
-        console.print(table)
+def table(rows: list[Measured]) -> Table:
+    """Shows a row for each pair and way."""
+    columns = ("P -> D", "way", "GB/s", "of stock", "of bound", "descriptors", "works ms",
+               "waits ms")  # fmt: skip
+    return table_of("", columns, (
+        (row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
+         f"{row.of_bound:.2f}", f"{row.descriptors:,}",
+         f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}")
+        for row in rows
+    ))  # fmt: skip
 
 
 def goals(rows: list[Measured]) -> list[Goal]:
@@ -579,25 +435,22 @@ def goals(rows: list[Measured]) -> list[Goal]:
 
 def main() -> None:
     """Measures, prints, and judges where it is asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
-    parser.add_argument("--wait-us", type=int, default=0, help="of both progress threads")
-    parser.add_argument("--device", default="cpu", help="of both caches: cpu or cuda")
-    parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
-    add_options(parser)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        mib=(128, "size of the request's cache"),
+        repeat=(9, "turns of each row"),
+        device=("cpu", "of both caches: cpu or cuda"),
+        pairs=("", "numbers of pairs, by commas; all by default"),
+    )
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
-    beside = beside_prefill(size, options.threads, options.wait_us, options.device)
-    with beside as decode, console.status("measuring") as status:
-        chosen = [int(number) for number in options.pairs.split(",") if number]
-        for pair in [PAIRS[number] for number in chosen] or PAIRS:
+    with beside_prefill(size, options.device) as decode, console.status("measuring") as status:
+        numbers = [int(number) for number in options.pairs.split(",") if number]
+        for pair in [PAIRS[number] for number in numbers] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
-    show(rows, console)
+    console.print(table(rows))
     conclude(rows, goals(rows), options, console)
 
 

@@ -14,7 +14,6 @@ otherwise, or if stock's stale blocks went unseen: then nothing was drilled.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
@@ -31,19 +29,26 @@ from rich.table import Table
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
 from experiments.engines.references import Prompt
-from experiments.engines.routed import Play, answers_alone, batches, connections
+from experiments.engines.routed import (
+    KINDS,
+    Play,
+    answers_alone,
+    batches,
+    by_kind,
+    connections,
+)
 from experiments.engines.scenes import LEASE_S, SCENES, Told
 from experiments.harness import (
     Goal,
-    add_options,
     chosen,
     conclude,
     console_of,
+    options_of,
     show_said,
     table_of,
+    telling_refusals,
     work_folder,
 )
-from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -145,13 +150,7 @@ async def scene(
         pair=pair.name,
         scene=name,
         requests=len(prompts),
-        right=told.outcomes["right"],
-        wrong=told.outcomes["wrong"],
-        failed_at_p=told.outcomes["failed_at_p"],
-        failed_at_d=told.outcomes["failed_at_d"],
-        broken_at_p=told.outcomes["broken_at_p"],
-        broken_at_d=told.outcomes["broken_at_d"],
-        no_answer=told.outcomes["no_answer"],
+        **by_kind(told.outcomes),
         failed_after=told.failed_after,
         restarts_decode=restarts,
         again_right=again["right"],
@@ -291,7 +290,7 @@ def table(rows: Sequence[Row]) -> Table:
         "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
         "D's count", "broken at P", "broken at D", "no answer", "failed after", "again: right",
         "wrong", "failed", "leases ended", "failed transfers", "ended", "s",
-    ))  # fmt: skip
+    ), ())  # fmt: skip
     for row in rows:
         shown.add_row(
             *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
@@ -323,9 +322,8 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
         found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
         found.append(Goal(f"{where}: engines that ended by themselves", len(row.ended), 0))
-        found.append(
-            Goal(f"{where}: requests not told of once", abs(row.requests - told_of(row)), 0)
-        )
+        told_of = sum(getattr(row, kind) for kind in KINDS)
+        found.append(Goal(f"{where}: requests not told of once", abs(row.requests - told_of), 0))
         sides = (
             ("P", row.counted_at_p, row.failed_at_p, row.broken_at_p),
             ("D", row.counted_at_d, row.failed_at_d, row.broken_at_d),
@@ -337,31 +335,19 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     return found
 
 
-def told_of(row: Row) -> int:
-    """Requests whose end clients were told of, or have found out."""
-    engines = row.failed_at_p + row.failed_at_d + row.broken_at_p + row.broken_at_d
-    return row.right + row.wrong + engines + row.no_answer
-
-
 def main() -> None:
     """Plays what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        __doc__,
+        pairs=(None, "by commas: " + ", ".join(pair.name for pair in PAIRS)),
+        scenes=(None, "by commas: " + ", ".join(SCENES)),
+        requests=(5000, "of each pair, shared out among its scenes"),
+        policy=("fail", "for loads that fail: fail or recompute"),
+        work_dir=(None, "for logs and the model; kept"),
     )
-    parser.add_argument("--pairs", help="by commas: " + ", ".join(pair.name for pair in PAIRS))
-    parser.add_argument("--scenes", help="by commas: " + ", ".join(SCENES))
-    parser.add_argument(
-        "--requests", type=int, default=5000, help="of each pair, shared out among its scenes"
-    )
-    parser.add_argument(
-        "--policy", choices=("fail", "recompute"), default="fail", help="for loads that fail"
-    )
-    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
-    add_options(parser)
-    options = parser.parse_args()
     console = console_of(150)
     importable_in_engines()
-    try:
+    with telling_refusals():
         pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
         folder = work_folder(options.work_dir, "drill", console)
@@ -374,8 +360,6 @@ def main() -> None:
         )
         of_run = Options(work_dir=folder, model=model)
         rows = until_signal(drill(asking, of_run, console))
-    except KvpatchError as error:
-        parser.exit(2, f"error: {error}\n")
     console.print(table(rows))
     for row in rows:
         show_said(f"{row.pair}, {row.scene}", row.said, console)

@@ -1,4 +1,7 @@
-"""The harness of all benchmarks and drills: arguments, folders, tables, goals and JSON."""
+"""The harness of all benchmarks and drills: arguments, folders, tables, goals and JSON.
+
+A GPU machine may lack rich, and so may a Python that only shows a plan: tables alone import it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
 
-from kvpatch.core.errors import BadOptions
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -32,24 +38,51 @@ class Goal:
 
 
 def are_met(goals: Sequence[Goal], console: Console) -> bool:
-    """Prints goal beside result; whether all are met."""
-    table = Table("goal", "wanted", "found", "")
-    for goal in goals:
-        sign = ">=" if goal.is_least else "<="
-        word = "met" if goal.is_met else "missed"
-        table.add_row(goal.name, f"{sign} {goal.wanted:g}", f"{goal.found:.2f}", word)
-    console.print(table)
+    """Prints goals beside results; true if all are met."""
+    console.print(table_of("", ("goal", "wanted", "found", ""), (
+        (goal.name, f"{'>=' if goal.is_least else '<='} {goal.wanted:g}", f"{goal.found:.2f}",
+         "met" if goal.is_met else "missed")
+        for goal in goals
+    )))  # fmt: skip
     return all(goal.is_met for goal in goals)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """--json and --check, as :func:`conclude` takes them."""
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+def options_of(
+    description: str | None, judged: bool = True, **more: tuple[Any, str]
+) -> argparse.Namespace:
+    """Parses options of (default, help) each, and --json and --check for :func:`conclude`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if judged:
+        parser.add_argument("--json", type=Path, help="write the rows here too")
+        more["check"] = (False, "exit 1 where a goal is missed")
+    for name, (default, said) in more.items():
+        kind: dict[str, Any] = {"type": str if default is None else type(default)}
+        if default is False:
+            kind = {"action": "store_true"}
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, default=default, help=said, **kind)
+    return parser.parse_args()
+
+
+@contextmanager
+def telling_refusals() -> Iterator[None]:
+    """Turns an error of kvpatch's into its sentence and exit status 2; 128 + n by signal n."""
+    try:
+        yield
+    except Interrupted as stopped:
+        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except KvpatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def console_of(width: int) -> Console:
     """Makes a console as wide as the terminal, or as a table needs it in a file."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else width)
 
 
@@ -67,12 +100,25 @@ def conclude(
         sys.exit(1)
 
 
-def table_of(title: str, columns: Sequence[str], texts: int = 2) -> Table:
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 2
+) -> Table:
     """Makes a table whose first ``texts`` columns are text, and the others numbers."""
-    table = Table(title=title)
+    from rich.table import Table
+
+    table = Table(title=title or None)
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if number < texts else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Times one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
@@ -89,16 +135,16 @@ def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
     return [name for name in names if name in asked]
 
 
-def work_folder(asked: Path | None, name: str, console: Console) -> Path:
-    """The folder for logs and models, made and told; one of a run's own for None."""
-    folder = (asked or Path(tempfile.mkdtemp(prefix=f"kvpatch-{name}-"))).resolve()
+def work_folder(asked: str | None, name: str, console: Console) -> Path:
+    """Makes the folder for logs and models, and prints it; one of a run's own for None."""
+    folder = Path(asked or tempfile.mkdtemp(prefix=f"kvpatch-{name}-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     console.print(f"logs: {folder}", highlight=False)
     return folder
 
 
 def show_said(where: str, said: Mapping[str, int], console: Console) -> None:
-    """A line for each thing that failures said, and how often."""
+    """Prints a line for each thing that failures said, and how often."""
     for text, times in sorted(said.items()):
         line = f"{where}: {times} x {text}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -23,17 +23,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
 from experiments.engines.pairs import Row, by_single, choose, row_setups, single_setup
+from experiments.harness import console_of, options_of, telling_refusals, work_folder
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.setups import Options, Setup, require_release
 
-_PIPE_COLUMNS = 132
 _STAND_INS_RELEASE = "0.32.0"
 _MODEL = "WORK_DIR/model-wide"
 _TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
@@ -41,37 +39,6 @@ _TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_C
 
 class NotHere(KvpatchError):
     """This machine or environment cannot run the experiment."""
-
-
-def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="kvcached_equivalence.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rows", help="which pairs, separated by commas; all by default")
-    parser.add_argument("--list", action="store_true", help="only name the pairs")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only show the engines and their variables"
-    )
-    parser.add_argument(
-        "--on-cpu",
-        action="store_true",
-        help="without a GPU: kvcached's view code, what needs CUDA stood in for",
-    )
-    parser.add_argument(
-        "--stock", action="store_true", help="also serve each pair without kvpatch on D"
-    )
-    parser.add_argument("--release", help="vLLM release that must be installed")
-    parser.add_argument("--max-tokens", type=int, default=24, help="tokens of each answer")
-    parser.add_argument(
-        "--work-dir", type=Path, help="for logs, the model, layout dumps and results; kept"
-    )
-    parser.add_argument(
-        "--startup-timeout", type=float, default=900.0, help="seconds an engine may take to start"
-    )
-    return parser.parse_args(given)
 
 
 def plan(rows: Sequence[Row], *, stock: bool) -> list[str]:
@@ -142,26 +109,34 @@ def bring_stand_ins() -> None:
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Plays the pairs; true if all were identical and every spoiled cache noticed."""
-    from rich.console import Console
-
     from experiments.engines.shown import all_passed, show_pairs
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    console = console_of(132)
     options = Options(
-        work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
+        work_dir=work_folder(asked.work_dir, "kvcached", console),
+        max_tokens=asked.max_tokens,
+        startup_timeout_s=asked.startup_timeout,
     )
     results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
     return all_passed(results)
 
 
-def main(given: Sequence[str]) -> int:
-    """The exit status."""
-    from kvpatch.core.errors import Interrupted
-
-    asked = arguments(given)
-    try:
+def main() -> int:
+    """Returns 0 if all is as it must be."""
+    asked = options_of(
+        __doc__,
+        judged=False,
+        rows=(None, "which pairs, by commas; all by default"),
+        list=(False, "only name the pairs"),
+        dry_run=(False, "only show the engines and their variables"),
+        on_cpu=(False, "without a GPU: kvcached's view code, what needs CUDA stood in for"),
+        stock=(False, "also serve each pair without kvpatch on D"),
+        release=(None, "vLLM release that must be installed"),
+        max_tokens=(24, "tokens of each answer"),
+        work_dir=(None, "for logs, the model, layout dumps and results; kept"),
+        startup_timeout=(900.0, "seconds an engine may take to start"),
+    )
+    with telling_refusals():
         rows = choose(asked.rows, CPU_ROWS if asked.on_cpu else ROWS)
         if asked.list:
             print("\n".join(row.name for row in rows))
@@ -177,13 +152,7 @@ def main(given: Sequence[str]) -> int:
         if asked.release is not None:
             require_release(asked.release)
         return 0 if run(asked, rows) else 1
-    except Interrupted as stopped:
-        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
-        return 128 + stopped.number
-    except KvpatchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -16,7 +16,6 @@ kvpatch gave a wrong answer or left one out, or if stock took no harm: then noth
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -24,7 +23,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -33,18 +31,18 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
 from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, answers_alone, connections
+from experiments.engines.routed import TOGETHER, Play, answers_alone, by_kind, connections
 from experiments.harness import (
     Goal,
-    add_options,
     chosen,
     conclude,
     console_of,
+    options_of,
     show_said,
     table_of,
+    telling_refusals,
     work_folder,
 )
-from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -258,8 +256,7 @@ def phases(fleet: Fleet) -> list[Phase]:
     rows = [
         Phase(
             *(run.engines, run.old, run.new, run.order, run.way, name, sent.total()),
-            *(sent["right"], sent["wrong"], sent["failed_at_p"], sent["failed_at_d"]),
-            *(sent["broken_at_p"], sent["broken_at_d"], sent["no_answer"]),
+            **by_kind(sent),
             said=dict(books.said[name]),
         )
         for name, sent in books.ended.items()
@@ -315,7 +312,7 @@ def table(rows: Sequence[Phase]) -> Table:
     shown = table_of("requests by the engines there when they ended; wrong: with HTTP 200", (
         "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
         "failed at D", "broken at P", "broken at D", "no answer", "reads",
-    ), texts=5)  # fmt: skip
+    ), (), texts=5)  # fmt: skip
     for row in rows:
         counts = (row.requests, row.right, row.wrong, row.failed_at_p, row.failed_at_d)
         rest = (row.broken_at_p, row.broken_at_d, row.no_answer)
@@ -356,25 +353,19 @@ def goals(rows: Sequence[Phase]) -> list[Goal]:
 
 def main() -> None:
     """Plays what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        __doc__,
+        old=("0.31.0", "release that is replaced"),
+        new=("0.32.0", "release in its place; may be older"),
+        orders=(",".join(ORDERS), "by commas"),
+        ways=(",".join(WAYS), "by commas"),
+        stock=(False, "also without kvpatch: the first order and way"),
+        requests=(60, "before, between and after what is replaced"),
+        work_dir=(None, "for logs and the model; kept"),
     )
-    parser.add_argument("--old", default="0.31.0", help="release that is replaced")
-    parser.add_argument("--new", default="0.32.0", help="release in its place; may be older")
-    parser.add_argument("--orders", default=",".join(ORDERS), help="by commas")
-    parser.add_argument("--ways", default=",".join(WAYS), help="by commas")
-    parser.add_argument(
-        "--stock", action="store_true", help="also without kvpatch: the first order and way"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=60, help="before, between and after what is replaced"
-    )
-    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
-    add_options(parser)
-    options = parser.parse_args()
     console = console_of(160)
     importable_in_engines()
-    try:
+    with telling_refusals():
         orders = chosen(options.orders, ORDERS, "--orders")
         ways = chosen(options.ways, WAYS, "--ways")
         for release in (options.old, options.new):
@@ -390,8 +381,6 @@ def main() -> None:
             runs.append(Run(options.old, options.new, orders[0], ways[0], False, model))
         of_run = Options(work_dir=folder, model=model)
         rows = until_signal(upgrades(runs, options.requests, of_run, console))
-    except KvpatchError as error:
-        parser.exit(2, f"error: {error}\n")
     console.print(table(rows))
     for row in rows:
         where = f"{row.engines}, {row.order}, {row.way}, {row.between}"

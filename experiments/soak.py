@@ -32,7 +32,7 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
-from experiments.harness import work_folder
+from experiments.harness import console_of, options_of, telling_refusals, work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, prefill_then_decode
@@ -478,20 +478,24 @@ async def verdict(run: Soak, served: int) -> bool:
     )
 
 
-def main() -> int:
-    """Exit status 0 if all went well."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=3600, help="send no more after that")
-    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
-    console = Console(width=None if sys.stdout.isatty() else 132)
+def main() -> None:
+    """Plays the soak; exit status 0 if all went well."""
+    options = options_of(
+        __doc__,
+        judged=False,
+        requests=(2000, "prompts"),
+        connections=(16, "requests at once"),
+        seconds=(3600.0, "send no more after that"),
+        work_dir=(None, "for logs and the model; kept"),
+    )
+    console = console_of(132)
     importable_in_engines()
-    passed = until_signal(soak(parser.parse_args(), console))
+    with telling_refusals():
+        passed = until_signal(soak(options, console))
     console.print("passed" if passed else "FAILED")
-    return 0 if passed else 1
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-    sys.exit(main())
+    main()

@@ -25,8 +25,8 @@ _HYBRID_ON_CPU = Single(model="hybrid", torch_attention=True)
 _LOG_MARK = "[kvcached]"
 
 
-def _row(name: str, prefill: Side, decode: Side) -> Row:
-    return Row(name, (prefill,), decode, _ON_CUDA)
+def _row(name: str, prefill: Side, decode: Side, single: Single = _ON_CUDA) -> Row:
+    return Row(name, (prefill,), decode, single)
 
 
 def _rows_of(layout: Kvcached) -> tuple[Row, ...]:
@@ -43,71 +43,31 @@ def _rows_of(layout: Kvcached) -> tuple[Row, ...]:
     )
 
 
+_C32, _C64, _C128 = (Side(tokens, kvcached="contiguous") for tokens in (32, 64, 128))
+_S32, _S64 = (Side(tokens, kvcached="split-half") for tokens in (32, 64))
+
 ROWS: tuple[Row, ...] = (
     _row("plain", Side(32), Side(32)),
     _row("plain-128-32", Side(128), Side(32)),
     *_rows_of("contiguous"),
     *_rows_of("split-half"),
-    _row(
-        "contiguous-split-half-128-32",
-        Side(128, kvcached="contiguous"),
-        Side(32, kvcached="split-half"),
-    ),
-    _row(
-        "split-half-contiguous-32-128",
-        Side(32, kvcached="split-half"),
-        Side(128, kvcached="contiguous"),
-    ),
+    _row("contiguous-split-half-128-32", _C128, _S32),
+    _row("split-half-contiguous-32-128", _S32, _C128),
 )
 
-
-def _row_on_cpu(name: str, prefill: Side, decode: Side, single: Single = _ON_CPU) -> Row:
-    return Row(name, (prefill,), decode, single)
-
-
 CPU_ROWS: tuple[Row, ...] = (
-    _row_on_cpu("contiguous", Side(32, kvcached="contiguous"), Side(32, kvcached="contiguous")),
-    _row_on_cpu(
-        "contiguous-128-32", Side(128, kvcached="contiguous"), Side(32, kvcached="contiguous")
-    ),
-    _row_on_cpu("contiguous-plain", Side(32, kvcached="contiguous"), Side(32)),
-    _row_on_cpu("plain-contiguous", Side(32), Side(32, kvcached="contiguous")),
-    _row_on_cpu("split-half", Side(32, kvcached="split-half"), Side(32, kvcached="split-half")),
-    _row_on_cpu(
-        "split-half-contiguous-32-128",
-        Side(32, kvcached="split-half"),
-        Side(128, kvcached="contiguous"),
-    ),
-    _row_on_cpu(
-        "window-contiguous-128-32",
-        Side(128, kvcached="contiguous"),
-        Side(32, kvcached="contiguous"),
-        _WINDOW_ON_CPU,
-    ),
-    _row_on_cpu(
-        "hybrid-contiguous",
-        Side(64, kvcached="contiguous"),
-        Side(64, kvcached="contiguous"),
-        _HYBRID_ON_CPU,
-    ),
-    _row_on_cpu(
-        "hybrid-contiguous-128-64",
-        Side(128, kvcached="contiguous"),
-        Side(64, kvcached="contiguous"),
-        _HYBRID_ON_CPU,
-    ),
-    _row_on_cpu(
-        "hybrid-contiguous-plain", Side(64, kvcached="contiguous"), Side(64), _HYBRID_ON_CPU
-    ),
-    _row_on_cpu(
-        "hybrid-plain-contiguous", Side(64), Side(64, kvcached="contiguous"), _HYBRID_ON_CPU
-    ),
-    _row_on_cpu(
-        "hybrid-split-half",
-        Side(64, kvcached="split-half"),
-        Side(64, kvcached="split-half"),
-        _HYBRID_ON_CPU,
-    ),
+    _row("contiguous", _C32, _C32, _ON_CPU),
+    _row("contiguous-128-32", _C128, _C32, _ON_CPU),
+    _row("contiguous-plain", _C32, Side(32), _ON_CPU),
+    _row("plain-contiguous", Side(32), _C32, _ON_CPU),
+    _row("split-half", _S32, _S32, _ON_CPU),
+    _row("split-half-contiguous-32-128", _S32, _C128, _ON_CPU),
+    _row("window-contiguous-128-32", _C128, _C32, _WINDOW_ON_CPU),
+    _row("hybrid-contiguous", _C64, _C64, _HYBRID_ON_CPU),
+    _row("hybrid-contiguous-128-64", _C128, _C64, _HYBRID_ON_CPU),
+    _row("hybrid-contiguous-plain", _C64, Side(64), _HYBRID_ON_CPU),
+    _row("hybrid-plain-contiguous", Side(64), _C64, _HYBRID_ON_CPU),
+    _row("hybrid-split-half", _S64, _S64, _HYBRID_ON_CPU),
 )
 """Without a GPU, over stand-ins for what of kvcached needs one (``tests/serving/elastic``)."""
 

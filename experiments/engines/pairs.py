@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from experiments.engines.releases import python_of
-from kvpatch.core.errors import BadOptions
+from experiments.harness import chosen
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, EngineSpec
 from kvpatch.tools.verify.setups import Setup, small_engine
 
@@ -231,14 +231,8 @@ def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     Raises:
         BadOptions: an unknown name, or none.
     """
-    if text is None:
-        return tuple(rows)
-    asked = {name.strip() for name in text.split(",") if name.strip()}
-    known = {row.name for row in rows}
-    if not asked or asked - known:
-        names = ", ".join(row.name for row in rows)
-        raise BadOptions(f"--rows: expected some of {names}, found {text!r}", "name some of these")
-    return tuple(row for row in rows if row.name in asked)
+    names = chosen(text, [row.name for row in rows], "--rows")
+    return tuple(row for row in rows if row.name in names)
 
 
 def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +46,20 @@ def connections() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
+KINDS = ("right", "wrong", "failed_at_p", "failed_at_d", "broken_at_p", "broken_at_d", "no_answer")
+
+
+def by_kind(ended: Mapping[str, int]) -> dict[str, int]:
+    """Returns the counts of requests by each of KINDS."""
+    return {kind: ended.get(kind, 0) for kind in KINDS}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of one request, and the words of a failure.
 
     Attributes:
-        kind: ``right``, ``wrong``, ``no_answer``; ``failed_at_p`` or ``failed_at_d`` where that
+        kind: one of KINDS: ``failed_at_p`` or ``failed_at_d`` where that
             engine said that it has failed, ``broken_at_p`` or ``broken_at_d`` where its connection
             ended without a word.
     """

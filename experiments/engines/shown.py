@@ -42,7 +42,6 @@ def show_pairs(
         write_json_lines(results, pairs_json_lines(finished))
         console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
 
-    console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
     until_signal(run_pairs(rows, options, console, report, with_stock=with_stock))
     console.rule()
     console.print(pairs_table(finished))

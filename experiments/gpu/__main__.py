@@ -70,7 +70,7 @@ STAGES = {
     "engines": Stage("real engines: tokens, time to the first", 300, (_own("engines"),)),
 }
 #: Smaller sizes for a dry run.
-_DRY = {"reads": ("--mib", "8", "--repeat", "1"), "runs": ("--mib", "4"), "host": ("--mib", "8"),
+_DRY = {"reads": ("--mib", "16", "--repeat", "1"), "runs": ("--mib", "4"), "host": ("--mib", "8"),
         "digests": ("--mib", "16"), "placing": ("--tokens", "200")}  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def play(name: str, device: str, seconds: float, out: Path) -> dict[str, Any]:
 
 
 def said(stage: dict[str, Any]) -> str:
-    """What a table says of a stage."""
+    """Returns a table's words about a stage."""
     rows = stage["rows"]
     judged = [row["is_right"] for row in rows if "is_right" in row]
     found = str(rows[0][LABEL]) if len(rows) == 1 else f"{len(rows)} rows"

@@ -1,4 +1,4 @@
-"""How fast real connectors load a prompt on the device: stock's like pair, and unlike ones."""
+"""Measures real connectors that load a prompt on the device: stock's like pair, and unlike ones."""
 
 from __future__ import annotations
 

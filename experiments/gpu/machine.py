@@ -1,4 +1,4 @@
-"""The machine: what it is, what NIXL and UCX find on it."""
+"""Describes the machine, and what NIXL and UCX find on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real connectors of one release with caches on the device: stock, kvpatch, a flipped bit."""
+"""Plays real connectors of one release with caches on the device: stock, kvpatch, a flipped bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a device places what has landed, beside a plain copy of as many bytes on it.
+"""Measures how fast a device places what has landed, beside a plain copy of as many bytes on it.
 
 The time is the device's own, by its events: one launch, with the table that it reads. "asked" is
 what the host's thread takes to ask for it. Bytes are compared with what torch's indexing places.

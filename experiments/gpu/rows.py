@@ -1,4 +1,4 @@
-"""What all stages have in common: the options, and where their rows go."""
+"""The options of all stages, and the file of their rows."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import harness
+
 #: The label of a result's row: what a reader is told first.
 LABEL = "what"
 
 
 def options_of(description: str | None, **more: Any) -> argparse.Namespace:
-    """--device and --json, and what a stage adds: name and default of each."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--json", type=Path, required=True, help="the rows go here")
-    for name, default in more.items():
-        parser.add_argument(f"--{name}", default=default, type=type(default))
-    return parser.parse_args()
+    """Parses --device and --json, and what a stage adds: name and default of each."""
+    return harness.options_of(
+        description,
+        judged=False,
+        device=("cuda", "cpu or cuda"),
+        json=(Path("rows.json"), "the rows go here"),
+        **{name: (default, "of this stage") for name, default in more.items()},
+    )
 
 
 class Rows:
-    """A stage's rows; each is on disk at once, as a stage may be out of time at any moment."""
+    """The rows of a stage; each is on disk at once, as the stage may end at any moment."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, list[Mapping[str, Any]]()
 
     def add(self, what: str, **more: Any) -> None:
-        """Writes one down, and says it."""
+        """Writes a row, and prints it."""
         self._rows.append({LABEL: what, **more})
         self._path.write_text(json.dumps(self._rows, indent=1, default=str))
         print(what, more, flush=True)

@@ -1,4 +1,4 @@
-"""Two workers' bytes, as `kvpatch verify --device` compares them."""
+"""Compares two workers' bytes, as `kvpatch verify --device` does."""
 
 from __future__ import annotations
 
