@@ -28,7 +28,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
         [None],
         ["x"],
         [{}],
-        [list(range(5000))],
+        [list(range(20_000))],  # more than any prompt here can have
         [[] for _ in range(1000)] + [[1]],
     ),
     "remote_engine_id": (

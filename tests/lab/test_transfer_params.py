@@ -176,7 +176,6 @@ def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
     for changes in (
         [("remote_block_ids", 7)],
         [("remote_engine_id", ["a"])],
-        [("do_remote_decode", True), ("remote_num_tokens", "x")],
     ):
         with pytest.raises(Raised, match="TypeError|AttributeError"):
             decode.call("offer", [changed(own.answer, changes)], TOKENS)
