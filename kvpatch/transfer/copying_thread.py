@@ -33,8 +33,9 @@ class CopyingThread:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._here = local()
-        self._executor = ThreadPoolExecutor(1, _NAME, partial(_begin, self._here))
-        self._has_begun = self._is_stopped = False
+        #: None while there is no thread.
+        self._executor: ThreadPoolExecutor | None = None
+        self._is_stopped = False
 
     @property
     def is_current(self) -> bool:
@@ -55,25 +56,30 @@ class CopyingThread:
         return Copy(self, future)
 
     def settle(self) -> None:
-        if self._has_begun and not self.is_current:
-            last = self._submitted(_nothing)
-            if last is not None:
-                last.result()
+        """Waits until all that was handed over is done; the next copy starts the thread anew."""
+        if self.is_current:
+            return
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
 
     def stop(self) -> None:
         """Ends it for good; no copy is under way when this returns."""
         self._is_stopped = True
-        self._executor.shutdown(wait=not self.is_current)
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=not self.is_current)
 
     def _submitted(self, task: Callable[[], None]) -> Future[None] | None:
         """Hands a task over; None where no thread makes it."""
         if self._is_stopped:
             return None
         try:
-            if not self._has_begun:
+            if self._executor is None:
+                executor = ThreadPoolExecutor(1, _NAME, partial(_begin, self._here))
                 # A pool that gets no thread keeps the task, and this one may run at any time.
-                self._executor.submit(_nothing)
-                self._has_begun = True
+                executor.submit(_nothing)
+                self._executor = executor
             return self._executor.submit(task)
         except RuntimeError:  # the interpreter ends, or there are no threads any more
             _LOG.exception("the thread that copies cannot start: the one that reads does")

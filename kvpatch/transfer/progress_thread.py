@@ -289,6 +289,8 @@ class ProgressThread:
             if not self._take(wait) and not self._reads:
                 with self._start:
                     if not self._inbox:
+                        if self.copying is not None:
+                            self.copying.settle()
                         self._thread, self.is_running = None, False
                         return
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from .ancestor import Process
 from .case import EngineSpec
 from .engine_api import Ask, Failure, Left, Prompt, Seen, Served, Start, Timed
 from .host import EXTRA, PORTS, Engine, Lab
@@ -160,8 +161,10 @@ class Actor:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def die(self) -> None:
-        """Kills the process, as a crash or the kernel does."""
+        """Kills the process, as a crash or the kernel does, and waits until its port is free."""
+        ended = Process(self.process.pid)
         self.process.kill()
+        ended.wait()
         self.is_alive = False
 
 
