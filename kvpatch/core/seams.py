@@ -1,4 +1,4 @@
-"""Where vLLM is wrapped: each seam of the connector, which called with a release's facts is a site.
+"""The seams, where vLLM is wrapped: each one, called with a release's facts, is a site.
 
 A seam has its place, its name there and its parameters, without ``self`` and ``cls``.
 """
@@ -33,7 +33,7 @@ def _at(place: _PlaceOf, name: str, *parameters: str, kind: Kind = "function") -
 
 
 def worker_init(facts: ReleaseFacts) -> Site:
-    """Where a worker asks whether its device's memory can be registered."""
+    """The place where a worker asks whether its device's memory can be registered."""
     return _site(facts.worker, "__init__", *_init_parameters(facts))
 
 
@@ -47,7 +47,7 @@ register_kv_caches = _at(_WORKER, "register_kv_caches", "kv_caches")
 
 
 def nixl_handshake(facts: ReleaseFacts) -> Site:
-    """Where a worker asks a peer for its metadata."""
+    """The place where a worker asks a peer for its metadata."""
     asked = ("host", "port", "remote_tp_size", "expected_engine_id")
     contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
     has_stages = facts.question == "stage and rank"
@@ -56,7 +56,7 @@ def nixl_handshake(facts: ReleaseFacts) -> Site:
 
 
 def add_remote_agent(facts: ReleaseFacts) -> Site:
-    """Where a worker is told of one rank of a peer, at the handshake."""
+    """The place where a worker is told of one rank of a peer, at the handshake."""
     contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
     told = ("nixl_agent_meta", "remote_tp_rank", "remote_tp_size", *contexts)
     return _site(facts.worker, "add_remote_agent", *told)
@@ -90,7 +90,7 @@ def transfer_results(facts: ReleaseFacts) -> Site:
 
 
 def scheduler_init(facts: ReleaseFacts) -> Site:
-    """Where the connector's scheduler half is made."""
+    """The place where the connector's scheduler half is made."""
     return _site(facts.scheduler, "__init__", *_init_parameters(facts))
 
 
@@ -152,7 +152,7 @@ build_connector_stats = _at(_CONNECTOR, "build_kv_connector_stats", "data", kind
 
 
 def bind_connector_metadata(facts: ReleaseFacts) -> Site:
-    """Where a worker is handed a step's metadata, before the model runs; every connector's.
+    """The place where a worker gets a step's metadata, before the model runs; every connector's.
 
     ``start_load_kv`` comes after the model has run, from 0.29. A MultiConnector of a release
     <= 0.11.0 does not call it.
@@ -162,7 +162,7 @@ def bind_connector_metadata(facts: ReleaseFacts) -> Site:
 
 
 def request_finished(facts: ReleaseFacts) -> tuple[Site, ...]:
-    """Where vLLM says that a request is over, and gets what P's answer carries."""
+    """The place where vLLM says that a request is over, and gets what P's answer carries."""
     groups = ("request_finished_all_groups",) if facts.has_cache_groups else ()
     names = ("request_finished", *groups)
     return tuple(_site(facts.connector, name, "request", "block_ids") for name in names)
@@ -213,7 +213,7 @@ _MANAGER = Place("vllm.v1.core.kv_cache_manager", "KVCacheManager")
 
 
 def free_blocks(facts: ReleaseFacts) -> tuple[Site, ...]:
-    """Where a request's blocks are let go of: read, finished, aborted or preempted."""
+    """The place where a request's blocks are let go of: read, finished, aborted or preempted."""
     names = ("free", "pop_blocks_for_free") if facts.frees_blocks_later else ("free",)
     return tuple(_site(_MANAGER, name, "request") for name in names)
 
@@ -224,12 +224,12 @@ def schedule(facts: ReleaseFacts) -> Site:
 
 
 def update_from_kv_xfer_finished(facts: ReleaseFacts) -> Site:
-    """Where vLLM's scheduler hears what its workers have sent and received."""
+    """The place where vLLM's scheduler hears what its workers have sent and received."""
     return _site(_CORE, "_update_from_kv_xfer_finished", facts.core_output)
 
 
 def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
-    """Where vLLM's scheduler finds the requests whose blocks could not be loaded; from 0.13."""
+    """The place where vLLM's scheduler finds requests whose blocks were not loaded; from 0.13."""
     tokens = ("num_scheduled_tokens",) if facts.counts_tokens_of_failed else ()
     taken = ("requests", "invalid_block_ids", *tokens, "evict_blocks")
     return _site(_CORE, "_update_requests_with_invalid_blocks", *taken)
@@ -247,12 +247,12 @@ def _front_end(place: Place, name: str, *parameters: str) -> Site:
 
 
 def server_add_request(facts: ReleaseFacts) -> Site:
-    """Where the API server's engine client takes a request."""
+    """The place where the API server's engine client takes a request."""
     return _front_end(_CLIENT, "add_request", *facts.server_request[1:])
 
 
 def create_completion(facts: ReleaseFacts) -> Site:
-    """Where the API server takes a request to ``/v1/completions``."""
+    """The place where the API server takes a request to ``/v1/completions``."""
     place = Place(facts.completions_module, "OpenAIServingCompletion")
     return _front_end(place, "create_completion", "request", "raw_request")
 

@@ -184,7 +184,7 @@ def _tokens(request: Any, held: int) -> int:
 def _tables_of_ranks(
     name: str, stated: Sequence[tuple[Any, Mapping[str, int], Any]]
 ) -> tuple[int, ...]:
-    """Where the tables of all ranks are, masked, for whoever has shaken hands with them.
+    """The places of all ranks' tables, masked, for whoever has shaken hands with them.
 
     Empty where one has none, or nobody says which is read.
 
