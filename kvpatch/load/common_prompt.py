@@ -13,13 +13,13 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
-from kvpatch.load import read_request
 from kvpatch.load.read_request import (
     HOLD,
     PlannedLoad,
     PlannedLoads,
     groups,
     leave_unread,
+    prefilled_tokens,
     stated_tokens,
 )
 from kvpatch.load.stated_prompt import names_images, read_prompt
@@ -239,10 +239,9 @@ def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     parameters = request.kv_transfer_params or {}
     if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
         return True
-    held = read_request.stated_tokens(parameters)
-    held = held or read_request.prefilled_tokens(scheduler, request, facts)
+    held = stated_tokens(parameters) or prefilled_tokens(scheduler, request, facts)
     blocks = -(-held // (int(scheduler.block_size) * ranks))
-    found = {len(group) for group in read_request.groups(parameters["remote_block_ids"])}
+    found = {len(group) for group in groups(parameters["remote_block_ids"])}
     told = scheduler_state(scheduler).of(_ToldPeers)
     if found != {blocks} and parameters["remote_engine_id"] not in told:
         told[str(parameters["remote_engine_id"])] = True
