@@ -105,6 +105,14 @@ class Scene:
             assert time.monotonic() < end, "P is not told"
             self.decode.call("idle", 1)
 
+    def fail_handed_on(self) -> None:
+        """A fresh prompt, whose blocks P writes to once it has its digests: its load fails."""
+        prompt, ask = self.fresh()
+        assert self.prefill.call("make_digests", prompt.name) == "made"
+        self.prefill.call("hand_on", prompt.name)
+        self.decode.ask(ask)
+        assert self.decode.watch(prompt).failed == names([prompt])
+
     def assert_counted(self, **found: int) -> None:
         """What D's ranks have counted since the last time, each for itself."""
         found = {"partly": 0, **found}
@@ -263,11 +271,7 @@ def test_each_kind_of_cache_is_checked(stage: Stage, lab: Lab, name: str) -> Non
     found = scene(lab, stage, p, d, 300)
     found.load_rightly()
     found.assert_counted(**times(counts, d.tp_size))
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.prefill.call("hand_on", prompt.name)
-    found.decode.ask(ask)
-    assert found.decode.watch(prompt).failed == names([prompt])
+    found.fail_handed_on()
 
 
 def test_a_digest_is_made_while_p_computes_other_prompts(stage: Stage, lab: Lab) -> None:
@@ -286,11 +290,7 @@ def test_reads_in_the_engines_steps_are_checked(stage: Stage, lab: Lab) -> None:
     found.decode.ask(ask)
     assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
     found.assert_counted(**CHECKED)
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.prefill.call("hand_on", prompt.name)
-    found.decode.ask(ask)
-    assert found.decode.watch(prompt).failed == names([prompt])
+    found.fail_handed_on()
     found.assert_counted(**ALARM)
 
 
@@ -324,11 +324,7 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
             found.decode.ask(ask)
             assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
             found.assert_counted(**CHECKED)
-            prompt, ask = found.fresh()
-            assert found.prefill.call("make_digests", prompt.name) == "made"
-            found.prefill.call("hand_on", prompt.name)
-            found.decode.ask(ask)
-            assert found.decode.watch(prompt).failed == names([prompt])
+            found.fail_handed_on()
 
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
@@ -454,11 +450,7 @@ def test_states_of_other_ranks_are_not_and_attention_is(
     found.load_rightly()
     found.assert_counted(**times(UNCHECKED, ranks[1]))
 
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.prefill.call("hand_on", prompt.name)
-    found.decode.ask(ask)
-    assert found.decode.watch(prompt).failed == names([prompt])
+    found.fail_handed_on()
     found.assert_counted(**times(ALARM, ranks[1]))
 
 
