@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 _SECONDS = (5.0, 12.0, 25.0) if is_full() else (0.3,)
-_TRANSPORTS = ("self,tcp", "self,sm") if is_full() else ("self,tcp",)
+_TRANSPORTS = ("self,tcp", "self,sm,tcp") if is_full() else ("self,tcp",)
 _POOL = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "16384"))
 
 
