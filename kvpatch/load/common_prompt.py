@@ -44,6 +44,8 @@ _SENTENCES = {
     Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
     "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
 }
+#: Set once P hears, or will hear, of a request.
+_PROCESSED = "_remote_blocks_processed"
 _NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", HOLD)
 
 
@@ -111,6 +113,16 @@ class PromptLoads:
         known = self._takers.setdefault(_answer(params), ref(request))
         return known()
 
+    def note_unneeded(self, request: Any) -> None:
+        """Takes note of a request that has all of P's answer: the release tells P that it was read.
+
+        A retry finds the answer taken, though the prefix cache may have let go of it by then.
+        """
+        params = request.kv_transfer_params or {}
+        is_asked = params.get("do_remote_prefill") or params.get("do_remote_decode")
+        if is_asked and params.get("remote_block_ids") and not params.get(_PROCESSED):
+            self._taker(request, params)
+
     def give_up(self, scheduler: Any, request: Any) -> None:
         """Takes note of a request that ends in the queue: the release tells P that it was read.
 
@@ -156,13 +168,16 @@ def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Foun
     common = None
     if stated is not None:
         common = stated.common_tokens(request, names_images=names_images(scheduler))
-        held = min(stated.tokens, held or stated.tokens)
+        # D's count: its lists and its state go on behind the tokens where its steps are ahead.
+        held = held or stated.tokens
     if common is None and settings.requires_tokens():
         return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)
     if held is None:
         same, held = _held_of_longer(scheduler, params, end, facts)
     else:
         same = min(held, end)
+    if stated is not None:
+        same = min(same, stated.tokens)
     kind = Prompt.UNSTATED
     if common is not None:
         kind = Prompt.SAME if common >= same else Prompt.PART

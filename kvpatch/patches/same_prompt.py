@@ -54,7 +54,10 @@ def _get_num_new_matched_tokens(
     loads = state.of(PromptLoads)
     if loads.must_wait(request):
         return None, False
-    if not count or is_push(scheduler):
+    if is_push(scheduler):
+        return count, is_async
+    if not count:
+        loads.note_unneeded(request)
         return count, is_async
     if loads.is_again(scheduler, request):
         return None if loads.must_wait(request) else 0, False
