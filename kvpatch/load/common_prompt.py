@@ -123,6 +123,26 @@ class PromptLoads:
         if is_asked and params.get("remote_block_ids") and not params.get(_PROCESSED):
             self._taker(request, params)
 
+    def may_be_pushed(self, scheduler: Any, request: Any, end: int) -> bool:
+        """True unless P states another prompt, which it would write over D's blocks all the same.
+
+        It pairs both lists from their ends.
+
+        Args:
+            end: tokens that D would have once P has written.
+        """
+        state, stated = scheduler_state(scheduler), read_prompt(request.kv_transfer_params)
+        named = names_images(scheduler)
+        common = None if stated is None else stated.common_tokens(request, names_images=named)
+        if stated is None or common is None:
+            return True
+        size = 1 if has_state(scheduler, state.facts) else int(scheduler.block_size)
+        if common >= end and -(-stated.tokens // size) == -(-end // size):
+            return True
+        state.book.add(PROMPTS, 1, Prompt.PART.value)
+        leave_unread(scheduler, request, state.facts)
+        return False
+
     def give_up(self, scheduler: Any, request: Any) -> None:
         """Takes note of a request that ends in the queue: the release tells P that it was read.
 

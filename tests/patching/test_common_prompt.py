@@ -206,3 +206,40 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
 
     assert PromptLoads().plan(scheduler, request, 0, min(145, prompt)) == loaded
     assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held", "edit", "loads"),
+    [
+        (133, 133, None, True),
+        (130, 133, None, False),  # no hash of P's covers the last of them
+        (133, 134, None, False),
+        (134, 133, None, False),
+        (133, 200, None, False),
+        (133, 133, 70, False),
+        (133, 133, 132, False),
+    ],
+)
+def test_what_p_pushes_is_the_prompt(prompt: int, held: int, edit: int | None, loads: bool) -> None:
+    """P writes all of its blocks to the end of D's list, whatever D was sent."""
+    ids = list(range(1, 300))
+    prefilled = SimpleNamespace(
+        prompt_token_ids=ids[:held], output_token_ids=[], num_tokens=held, mm_features=[]
+    )
+    prefilled.lora_request = None
+    own = ids[:prompt]
+    if edit is not None:
+        own[edit] = 0
+    request = _Request()
+    vars(request).update(prompt_token_ids=own, mm_features=[])
+    vars(request)["lora_request"] = None
+    scheduler = _scheduler("0.33.0")
+    scheduler.block_size, scheduler.kv_cache_config = 16, SimpleNamespace(kv_cache_groups=[])
+    stopped: list[str] = []
+    scheduler._stop_heartbeat = stopped.append
+
+    assert PromptLoads().may_be_pushed(scheduler, request, prompt), "P states nothing"
+    request.kv_transfer_params[FIELD] = str(state_prompt(prefilled, held, names_images=True))
+    assert PromptLoads().may_be_pushed(scheduler, request, prompt) == loads
+    assert request.kv_transfer_params["do_remote_prefill"] == loads
+    assert (not stopped) == loads
