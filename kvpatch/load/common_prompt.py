@@ -44,8 +44,6 @@ _SENTENCES = {
     Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
     "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
 }
-#: Set once P hears, or will hear, of a request.
-_PROCESSED = "_remote_blocks_processed"
 _NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", HOLD)
 
 
@@ -119,8 +117,7 @@ class PromptLoads:
         A retry finds the answer taken, though the prefix cache may have let go of it by then.
         """
         params = request.kv_transfer_params or {}
-        is_asked = params.get("do_remote_prefill") or params.get("do_remote_decode")
-        if is_asked and params.get("remote_block_ids") and not params.get(_PROCESSED):
+        if params.get("remote_block_ids") and not params.get("_remote_blocks_processed"):
             self._taker(request, params)
 
     def may_be_pushed(self, scheduler: Any, request: Any, end: int) -> bool:
