@@ -111,6 +111,35 @@ class PromptLoads:
         known = self._takers.setdefault(_answer(params), ref(request))
         return known()
 
+    def note_unneeded(self, request: Any) -> None:
+        """Takes note of a request that has all of P's answer: the release tells P that it was read.
+
+        A retry finds the answer taken, though the prefix cache may have let go of it by then.
+        """
+        params = request.kv_transfer_params or {}
+        if params.get("remote_block_ids") and not params.get("_remote_blocks_processed"):
+            self._taker(request, params)
+
+    def may_be_pushed(self, scheduler: Any, request: Any, end: int) -> bool:
+        """True unless P states another prompt, which it would write over D's blocks all the same.
+
+        It pairs both lists from their ends.
+
+        Args:
+            end: tokens that D would have once P has written.
+        """
+        state, stated = scheduler_state(scheduler), read_prompt(request.kv_transfer_params)
+        named = names_images(scheduler)
+        common = None if stated is None else stated.common_tokens(request, names_images=named)
+        if stated is None or common is None:
+            return True
+        size = 1 if has_state(scheduler, state.facts) else int(scheduler.block_size)
+        if common >= end and -(-stated.tokens // size) == -(-end // size):
+            return True
+        state.book.add(PROMPTS, 1, Prompt.PART.value)
+        leave_unread(scheduler, request, state.facts)
+        return False
+
     def give_up(self, scheduler: Any, request: Any) -> None:
         """Takes note of a request that ends in the queue: the release tells P that it was read.
 
@@ -156,13 +185,16 @@ def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Foun
     common = None
     if stated is not None:
         common = stated.common_tokens(request, names_images=names_images(scheduler))
-        held = min(stated.tokens, held or stated.tokens)
+        # D's count: its lists and its state go on behind the tokens where its steps are ahead.
+        held = held or stated.tokens
     if common is None and settings.requires_tokens():
         return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)
     if held is None:
         same, held = _held_of_longer(scheduler, params, end, facts)
     else:
         same = min(held, end)
+    if stated is not None:
+        same = min(same, stated.tokens)
     kind = Prompt.UNSTATED
     if common is not None:
         kind = Prompt.SAME if common >= same else Prompt.PART

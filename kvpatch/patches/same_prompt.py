@@ -25,7 +25,7 @@ Limits:
     ``KVPATCH_REQUIRE_TOKENS=true`` has such prompts computed. <= 0.20 no count is stated there
     either, and a prompt of D's that is longer by less than a block is not told from P's. <= 0.17
     D goes on from whole blocks alone. Prompts of embeddings have no hashes, nor have images where
-    prefix caching is off. Push mode is left to vLLM.
+    prefix caching is off. In push mode a prompt that P states otherwise is computed whole.
 Remove when:
     The connector compares the prompts of both sides.
 """
@@ -54,7 +54,11 @@ def _get_num_new_matched_tokens(
     loads = state.of(PromptLoads)
     if loads.must_wait(request):
         return None, False
-    if not count or is_push(scheduler):
+    if is_push(scheduler):
+        may_load = not count or loads.may_be_pushed(scheduler, request, num_computed_tokens + count)
+        return (count, is_async) if may_load else (0, False)
+    if not count:
+        loads.note_unneeded(request)
         return count, is_async
     if loads.is_again(scheduler, request):
         return None if loads.must_wait(request) else 0, False

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line
 from kvpatch.core.version import __version__
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer import peer_hash
@@ -229,7 +230,8 @@ def published(release: ReleaseWorker) -> str | None:
     specs = {name: release.spec_of(name) for name in worker._layer_specs}
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     kinds = {type(spec).__name__ for spec in specs.values()}
-    if worker.tp_rank or not specs or kinds - KINDS or specs.keys() - layers.keys():
+    is_first = not (worker.tp_rank or config.parallel_config.rank)  # of all stages of a pipeline
+    if not is_first or not specs or kinds - KINDS or specs.keys() - layers.keys():
         return None
     tokens = kernel_tokens * release.kernel_blocks_per_block
     blocks = tokens, kernel_tokens, str(release.stated_layout)
@@ -259,11 +261,21 @@ def unpacked(text: str) -> Mapping[str, Any]:
     unpacking = zlib.decompressobj()
     try:
         content = json.loads(unpacking.decompress(base64.b64decode(text), _MOST_BYTES))
-    except zlib.error as error:
+        content = _in_lines(content)
+    except (zlib.error, RecursionError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(content, dict) or not unpacking.eof:
         raise ValueError("no JSON object, or too large a one")
     return content
+
+
+def _in_lines(found: Any) -> Any:
+    """Makes one short line of each text: whoever answers at a URL may have written it."""
+    if isinstance(found, dict):
+        return {one_line(name): _in_lines(one) for name, one in found.items()}
+    if isinstance(found, list):
+        return [*map(_in_lines, found)]
+    return one_line(found) if isinstance(found, str) else found
 
 
 def content_of(

@@ -21,7 +21,7 @@ _TIMEOUT_SECONDS = 10.0
 #: More than the metrics of any engine; whoever answers without an end is no engine.
 _MOST_BYTES = 64 * 1024**2
 _CHUNK_BYTES = 1 << 16
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 _ESCAPE = re.compile(r"\\.")
 

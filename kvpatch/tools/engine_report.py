@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from kvpatch.peer.description import unpacked
 from kvpatch.tools.api_server import METRICS, labels_of, text_of
 
-_SAMPLE = re.compile(r"^(kvpatch_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(
+    r"^(kvpatch_\w+)(?:\{(.*)\})? ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE
+)
 #: vLLM's own labels; what is left is the only one of a metric of ours.
 _OF_VLLM = ("model_name", "engine")
 _WAYS = {

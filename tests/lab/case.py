@@ -134,6 +134,8 @@ class EngineSpec:
     own_scheduler: bool = False
     #: Tokens of every answer: of P's that D reads, one in all that proxies ask for.
     answer_tokens: int = 1
+    #: The answer's token that ends it, where it is not its length; 0 for none.
+    stops_after: int = 0
     #: Whether a step is scheduled before the tokens of the last one are known.
     schedules_ahead: bool = False
     #: What becomes of a request whose load failed; empty for the release's own default.

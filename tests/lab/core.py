@@ -16,10 +16,8 @@ import numpy as np
 
 from .case import EngineSpec
 from .release import accepted, block_tokens_of_groups
-from .scheduler import TO_BE_READ, Computation, Tracked, new_request, token_ids
+from .scheduler import STOP_TOKEN, TO_BE_READ, Computation, Tracked, new_request, token_ids
 from .standins import NoStructuredOutput
-
-_ANSWER_TOKEN = 7
 
 
 class CoreScheduler:
@@ -180,7 +178,7 @@ class CoreScheduler:
             "req_ids": ids,
             "req_id_to_index": {request_id: i for i, request_id in enumerate(ids)},
             "sampled_token_ids": [
-                as_listed([_ANSWER_TOKEN] if tokens.stop >= tracked.tokens else [])
+                as_listed(self._answered(tracked, tokens.stop))
                 for tracked, tokens in computation.computed
             ],
             "spec_token_ids": None,  # <= 0.10
@@ -203,6 +201,13 @@ class CoreScheduler:
         for of_client in outputs.values():
             for output in of_client.outputs:
                 self._finished(output)
+
+    def _answered(self, tracked: Tracked, place: int) -> list[int]:
+        """The token behind so many, as a longer prompt of this number has it."""
+        if place < tracked.tokens:
+            return []
+        is_last = place - tracked.tokens + 1 == self.spec.stops_after
+        return [STOP_TOKEN] if is_last else token_ids(tracked.number, place + 1, tracked.edits)[-1:]
 
     def _finished(self, output: Any) -> None:
         self._answers[output.request_id] = output.kv_transfer_params

@@ -222,12 +222,25 @@ class Player(Engine):
     def _tick(self) -> Sequence[tuple[Tracked, range]]:
         """As :meth:`tick`; the tokens of each request that were computed."""
         computation = self.scheduler.compute()
+        if self.spec.schedules_ahead and self.spec.stops_after:
+            return self._tick_ahead(computation)
         if computation is None:
             self._step()
             return ()
         self._send(computation.metadata, computation.computed)
         self.scheduler.computed(computation)
         return computation.computed
+
+    def _tick_ahead(self, computation: Computation | None) -> Sequence[tuple[Tracked, range]]:
+        """Computes a step; the scheduler hears of the one before."""
+        if computation is None:
+            self._step()
+        else:
+            self._send(computation.metadata, computation.computed)
+        before, self._ahead = self._ahead, computation
+        if before is not None:
+            self.scheduler.computed(before)
+        return computation.computed if computation is not None else ()
 
     def preempt_ahead(self, name: str) -> dict[str, int]:
         """Preempts a prompt while a step of it is under way; returns P's host buffer then."""
@@ -539,6 +552,10 @@ class Player(Engine):
     def free_blocks(self) -> int:
         """How many blocks the scheduler may hand out."""
         return self._core_scheduler().free_blocks()
+
+    def forget(self) -> None:
+        """Empties the prefix cache, where no request holds a block."""
+        self._core_scheduler().forget()
 
     def status(self, name: str) -> str:
         """What has become of a request, to the scheduler."""

@@ -17,6 +17,8 @@ from .release import accepted
 
 #: More prompts than a stage has.
 _EDITED = 1_000_003
+#: Ends an answer; no prompt has it.
+STOP_TOKEN = 0
 
 
 @dataclass
@@ -196,7 +198,9 @@ def new_request(
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=answer_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN]
+    )
     wanted = {
         "request_id": request_id,
         "prompt_token_ids": token_ids,

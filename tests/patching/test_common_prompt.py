@@ -9,6 +9,8 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.common_prompt import PromptLoads, _held_of_longer
+from kvpatch.load.read_request import PlannedLoads
+from kvpatch.load.stated_prompt import FIELD, state_prompt
 from kvpatch.worker.state import scheduler_state
 
 
@@ -86,6 +88,26 @@ def test_what_is_given_up_in_the_queue_is_told_of_once() -> None:
     assert loads.is_again(scheduler, retry)
 
 
+def test_what_a_full_prefix_hit_needed_nothing_of_is_gone() -> None:
+    """The release tells P that it was read, so that a retry finds the answer taken."""
+    loads, scheduler = PromptLoads(), _scheduler()
+    first, retry = _Request(0), _Request(1)
+    loads.note_unneeded(first)
+    first.end("FINISHED_STOPPED")
+    assert loads.is_again(scheduler, retry)
+
+
+def test_what_waits_for_a_load_that_fails_keeps_no_retry_from_it() -> None:
+    loads, scheduler = PromptLoads(), _scheduler()
+    first, second, retry = (_Request(number) for number in range(3))
+    assert not loads.is_again(scheduler, first)
+    assert loads.is_again(scheduler, second)
+    first.end("FINISHED_ERROR")
+    loads.forget_failed(first)
+    loads.note_unneeded(second)
+    assert not loads.is_again(scheduler, retry)
+
+
 def test_answers_without_a_name_are_each_their_own() -> None:
     """<= 0.12; P hears of no read under the names of several answers, and keeps the blocks."""
     loads, scheduler = PromptLoads(), _scheduler("0.12.0")
@@ -138,3 +160,86 @@ def test_a_count_that_is_none_ends_no_engine(stated: object) -> None:
     request.kv_transfer_params |= {"remote_engine_id": "P", "remote_num_tokens": stated}
     scheduler.block_size, request.num_tokens = 16, 137
     assert PromptLoads().plan(scheduler, request, 0, 137) == 137
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Fake: vLLM's, by its name."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Fake: vLLM's, by its name."""
+
+
+class MambaSpec(SimpleNamespace):
+    """Fake: vLLM's, by its name."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "loaded"),
+    [
+        (FullAttentionSpec, 175, 144),
+        (FullAttentionSpec, 96, 96),
+        (SlidingWindowSpec, 175, 0),
+        (MambaSpec, 175, 0),
+        (MambaSpec, 144, 0),
+    ],
+)
+def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, loaded: int) -> None:
+    """Its count, lists and state go on behind the tokens that it states (an answer that stops)."""
+    ids = list(range(1, 300))
+    answered = SimpleNamespace(
+        prompt_token_ids=ids[:133], output_token_ids=ids[133:145], num_tokens=145, mm_features=[]
+    )
+    answered.lora_request = None
+    request = _Request()
+    vars(request).update(prompt_token_ids=ids[:prompt], num_tokens=prompt, mm_features=[])
+    vars(request)["lora_request"] = None
+    stated = str(state_prompt(answered, 145, names_images=True))
+    request.kv_transfer_params |= {"remote_num_tokens": 145, FIELD: stated}
+    scheduler = _scheduler("0.33.0")
+    scheduler.block_size = 16
+    group = SimpleNamespace(kv_cache_spec=kind(sliding_window=40, block_size=16))
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+    scheduler.vllm_config.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+
+    assert PromptLoads().plan(scheduler, request, 0, min(145, prompt)) == loaded
+    assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held", "edit", "loads"),
+    [
+        (133, 133, None, True),
+        (130, 133, None, False),  # no hash of P's covers the last of them
+        (133, 134, None, False),
+        (134, 133, None, False),
+        (133, 200, None, False),
+        (133, 133, 70, False),
+        (133, 133, 132, False),
+    ],
+)
+def test_what_p_pushes_is_the_prompt(prompt: int, held: int, edit: int | None, loads: bool) -> None:
+    """P writes all of its blocks to the end of D's list, whatever D was sent."""
+    ids = list(range(1, 300))
+    prefilled = SimpleNamespace(
+        prompt_token_ids=ids[:held], output_token_ids=[], num_tokens=held, mm_features=[]
+    )
+    prefilled.lora_request = None
+    own = ids[:prompt]
+    if edit is not None:
+        own[edit] = 0
+    request = _Request()
+    vars(request).update(prompt_token_ids=own, mm_features=[])
+    vars(request)["lora_request"] = None
+    scheduler = _scheduler("0.33.0")
+    scheduler.block_size, scheduler.kv_cache_config = 16, SimpleNamespace(kv_cache_groups=[])
+    stopped: list[str] = []
+    scheduler._stop_heartbeat = stopped.append
+
+    assert PromptLoads().may_be_pushed(scheduler, request, prompt), "P states nothing"
+    request.kv_transfer_params[FIELD] = str(state_prompt(prefilled, held, names_images=True))
+    assert PromptLoads().may_be_pushed(scheduler, request, prompt) == loads
+    assert request.kv_transfer_params["do_remote_prefill"] == loads
+    assert (not stopped) == loads

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,7 +278,58 @@ def test_a_running_engine_is_planned_by_its_url(
     assert described[_QWEN]["hash"]["digest"] in sentence
 
 
-@pytest.mark.parametrize("text", ["eJw=", "", "x", packed({})[:-8], "bnVsbA=="])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("caches", "heads"), None),
+        (("caches", "block_tokens"), True),
+        (("caches", "kv_heads"), -1),
+        (("caches", "cache_dtype"), {}),
+        (("caches", "groups"), []),
+        (("caches", "groups"), ""),
+        (("caches", "layers", 0, "dtypes"), None),
+        (("caches", "layers", 0, "dtypes"), []),
+        (("caches", "layers", 0, "window"), [[1]]),
+        (("vllm",), "\x1b[31m\n0.33.0"),
+        (("about", "platform"), "A" * 10**5),
+    ],
+)
+def test_what_another_service_describes_is_a_short_sentence(
+    place: tuple[Any, ...],
+    value: object,
+    described: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever answers at the URL may have written it: values of other types, and texts."""
+    odd = json.loads(json.dumps(described[_QWEN]))
+    found = odd
+    for name in place[:-1]:
+        found = found[name]
+    found[place[-1]] = value
+    shown = _published(odd)
+    monkeypatch.setattr(description, "text_of", lambda url, _: shown)
+    d = tmp_path / "d.json"
+    d.write_text(json.dumps(described[_QWEN]))
+
+    asked = CliRunner().invoke(app, ["plan", "http://p:1", str(d)])
+
+    assert (type(asked.exception), asked.exit_code) == (SystemExit, 2), asked.exception
+    for text in (asked.output, *report(values_of(shown)).sentences):
+        assert "\x1b" not in text and len(text) < 10**4
+
+
+def test_what_is_no_sample_is_skipped() -> None:
+    """A service that is no engine, or one that does not end a label."""
+    text = "kvpatch_loads_total nothing\nkvpatch_loads_total{" + "a" * 10**6 + "} 1.0\n"
+
+    assert values_of(text) == {"kvpatch_loads_total": {"": 1.0}}
+
+
+_DEEP = base64.b64encode(zlib.compress(b"[" * 10**6)).decode()
+
+
+@pytest.mark.parametrize("text", ["eJw=", "", "x", packed({})[:-8], "bnVsbA==", _DEEP])
 def test_what_is_no_description_is_told(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         unpacked(text)

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from kvpatch.core.errors import SEND_ONE, BadOptions
+from kvpatch.core.text import shown
 from kvpatch.observe import catalogue
 from kvpatch.peer.description import KINDS, LATENT, NUMBER, SCHEMA, Caches, Layer, unpacked
 from kvpatch.tools.api_server import METRICS, SCHEMES, samples_of, text_of
@@ -98,12 +99,34 @@ def description_in(content: Mapping[str, Any], source: str) -> Description:
         layers = tuple(Layer(**one) for one in found["layers"])
         caches = Caches(**{**found, "layers": layers})
         factors = None if hashed is None else dict(hashed["factors"])
-        caches.numbered_groups  # noqa: B018  KeyError of a layer that is not there
+        _check_types(caches)
         check(caches, source)
         return Description(str(content["vllm"]), caches, factors)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{source} is no whole description ({error!r:.100})"
         raise BadOptions(reason, "write it anew, and leave it as is") from None
+
+
+def _check_types(caches: Caches) -> None:
+    """Raises ValueError or KeyError for a field of another type, and for a layer in no group."""
+    for each in (caches, *caches.layers):
+        for name, kind in get_type_hints(type(each)).items():
+            if not _is_of(getattr(each, name), kind):
+                raise ValueError(f"{name} is {shown(getattr(each, name))}")
+    grouped = {number for group in caches.numbered_groups for number in group}
+    if len(grouped) < len(caches.layers) or not all(one.dtypes for one in caches.layers):
+        raise ValueError("layers without a group or a data type")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """True if a value has a field's type, tuples included; numbers count something."""
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value) if isinstance(value, tuple) else ()
+        is_whole = isinstance(value, tuple) and len(value) == len(kinds)
+        return is_whole and all(map(_is_of, value, kinds))
+    return type(value) is kind and (kind is not int or value >= 0)
 
 
 def _as_tuples(found: Any) -> Any:

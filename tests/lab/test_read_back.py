@@ -1,0 +1,87 @@
+"""Turns that P reads back from D, which has answered them (``bidirectional_kv_xfer``).
+
+D's steps are scheduled ahead of its answer, which stops where a block ends: its count of tokens and
+its lists go on behind what the next turn may load.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from .case import EngineSpec
+from .engine_api import Ask, Prompt
+from .scheduler import TO_BE_READ
+from .stage import Actor, Stage
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.one_per_generation,
+    pytest.mark.on(reads_back=True),
+]
+
+_BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+_BLOCK, _TOKENS, _ANSWER = 16, 133, 12
+_SPEC = EngineSpec(
+    block_tokens=_BLOCK,
+    planned_blocks=600,
+    layers=2,
+    kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+    own_scheduler=True,
+    patched=True,
+)
+_MODELS = {
+    "attention": {},
+    "windows": {"window_tokens": (0, 40), "layers": 4},
+    "windows alone": {"window_tokens": (40,)},
+    "states": {"has_state": True, "layers": 4},
+}
+#: How much longer the next turn is than the last one with its answer, and which token is edited.
+_TURNS = {
+    "kept": (30, ()),
+    "without a token": (0, ()),
+    "cut": (-3, ()),
+    "stripped": (30, (_TOKENS + 2,)),
+    "edited": (30, (70,)),
+}
+
+
+def _turn(stage: Stage, prefill: Actor, decode: Actor) -> tuple[Prompt, str]:
+    """A prompt that D has answered, and what it says of that."""
+    prompt = stage.prompt(_TOKENS)
+    (prefilled,) = prefill.complete(Ask(prompt, json.dumps(TO_BE_READ)))
+    (answered,) = decode.complete(Ask(prompt, prefilled.answer))
+    assert answered.status == "FINISHED_STOPPED"
+    for _ in range(2):  # the step that was ahead, and the one that tells workers of the answer
+        decode.call("tick")
+    assert prefill.heard([prompt]) == {prompt.name}
+    prefill.call("forget")
+    return prompt, json.dumps({**TO_BE_READ, **json.loads(answered.answer)})
+
+
+@pytest.mark.parametrize("model", list(_MODELS))
+@pytest.mark.parametrize("kind", ["like", "unlike"])
+def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
+    spec = replace(_SPEC, **_MODELS[model])  # type: ignore[arg-type]
+    size = 2 if kind == "unlike" else 1
+    larger = replace(spec, block_tokens=size * _BLOCK, planned_blocks=600 // size)
+    prefill = stage.start(larger, _BOTH_WAYS)
+    ahead = {"answer_tokens": 60, "stops_after": _ANSWER, "schedules_ahead": True}
+    decode = stage.start(replace(spec, **ahead), _BOTH_WAYS)  # type: ignore[arg-type]
+    for name, (more, edits) in _TURNS.items():
+        first, answer = _turn(stage, prefill, decode)
+        turn = replace(stage.prompt(_TOKENS + _ANSWER + more), number=first.number, edits=edits)
+
+        (served,) = prefill.complete(Ask(turn, answer))
+
+        assert served.status == "FINISHED_LENGTH_CAPPED", name
+        assert prefill.wrong(turn)[0] == 0, name
+        if model == "attention" and name == "kept":
+            assert served.computed < turn.tokens - _TOKENS, "D's answer is loaded as well"
+        again = replace(stage.prompt(turn.tokens), number=first.number, edits=edits)
+        (served,) = prefill.complete(Ask(again, ""))
+        assert prefill.wrong(again)[0] == 0, f"{name}, from P's prefix cache"
