@@ -192,30 +192,6 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"vllm_version": "0.33.0+cpu"}, "P runs vLLM 0.33.0+cpu; this engine runs 0.33.0"),
-        (
-            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
-            "P runs vLLM 0.33.0+cpu with FLASHINFER; this engine runs 0.33.0 with FLASH_ATTN",
-        ),
-        ({"model": "another"}, "model 'a/model', "),
-        ({"dtype": "torch.float16"}, "dtype 'torch.bfloat16', "),
-        ({"cache_dtype": "fp8", "attn_backend_name": "FLASHINFER"}, "cache_dtype 'auto', "),
-        ({"transfer_mode": "push"}, "transfer_mode 'pull', "),
-        ({"nixl_connector_version": 14}, "nixl_connector_version 15, "),
-        ({"is_hma_enabled": False}, "is_hma_enabled True, "),
-    ],
-)
-def test_each_difference_has_words(changes: dict[str, Any], sentence: str) -> None:
-    """A version and a backend are named; of what else may differ our own values are."""
-    ours, _, _ = compared()
-    with pytest.raises(PeerRefused) as found:
-        assert hash_of(**changes) != ours
-    assert sentence in found.value.reason
-
-
-@pytest.mark.parametrize(
     ("accept", "changes", "is_taken"),
     [
         ("vllm_version", {"vllm_version": "0.33.0+cpu"}, True),
@@ -288,13 +264,6 @@ def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PeerRefused, match="no attention backend explains it"):
             assert stated != ours
     assert looked == hashes
-
-
-def test_factors_are_listed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.ACCEPT, " vllm_version, attn_backend,vllm_version")
-    assert settings.accepted_factors() == ("vllm_version", "attn_backend")
-    monkeypatch.setenv(settings.ACCEPT, "")
-    assert settings.accepted_factors() == ()
 
 
 @pytest.mark.parametrize(

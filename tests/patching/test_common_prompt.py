@@ -74,18 +74,6 @@ def test_a_retry_loads_what_the_first_could_not() -> None:
     assert loads.is_again(scheduler, late)
 
 
-def test_what_is_given_up_in_the_queue_is_told_of_once() -> None:
-    """Not where another request has the answer; else P is told, and a retry loads nothing."""
-    loads, scheduler = PromptLoads(), _scheduler()
-    first, second, retry = (_Request(number) for number in range(3))
-    loads.give_up(scheduler, first)
-    assert first.kv_transfer_params["do_remote_prefill"], "the release tells P"
-    loads.give_up(scheduler, second)
-    assert not second.kv_transfer_params["do_remote_prefill"]
-    first.end("FINISHED_ABORTED")
-    assert loads.is_again(scheduler, retry)
-
-
 def test_answers_without_a_name_are_each_their_own() -> None:
     """<= 0.12; P hears of no read under the names of several answers, and keeps the blocks."""
     loads, scheduler = PromptLoads(), _scheduler("0.12.0")

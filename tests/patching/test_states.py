@@ -452,18 +452,6 @@ class TestDigests:
             f"layer 'layers.{1 + 2 * layer}', its recurrent state"
         ]
 
-    def test_some_layers_at_a_time(self, monkeypatch):
-        monkeypatch.setattr("kvpatch.checks.digests.table_digests.LOT_BYTES", sum(SIZES))
-        _, covered = self._worker(4, Rank(0, 1), is_apart=True)
-        lots = covered.states(1, 4)
-        assert [[plane.layer for plane in lot.planes] for lot in lots] == [
-            ["layers.1"],
-            ["layers.3"],
-        ]
-
-    def test_what_is_behind_them_in_a_page_is_nobodys(self):
-        assert self._compared((0, sum(SIZES)), (Rank(0, 1), Rank(0, 1))).proves
-
     @pytest.mark.parametrize("ranks", [((0, 2), (0, 1)), ((0, 1), (0, 2)), ((1, 2), (0, 2))])
     def test_another_ranks_are_not_compared(self, ranks):
         theirs, ours = (Rank(*rank) for rank in ranks)

@@ -236,21 +236,6 @@ def test_p_is_asked_in_its_own_words_and_understood_in_ours(own: str, theirs: st
     assert told[0].fields == fields(theirs)
 
 
-def test_the_listener_of_these_tests_ends_by_anothers_question() -> None:
-    """As stock's do: what must not happen, and that it would be seen."""
-    with listening("0.25.1", b"") as listener:
-        with pytest.raises(PeerRefused, match="nobody answers"):
-            _ask_briefly(listener.port, question_for("stage and rank", 0))
-        listener.thread.join(1)
-        assert not listener.thread.is_alive()
-
-
-def _ask_briefly(port: int, message: bytes) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpatch.peer.side_channel_key.ANSWER_MS", 200)
-        ask(Address(HOST, port), message)
-
-
 def test_one_that_states_our_hash_is_left_as_it_is() -> None:
     told: dict[int, Any] = {0: "something"}
     metadata = msgspec.msgpack.encode(fields("0.33.0", attn_backend_name="ANY"))
