@@ -177,12 +177,6 @@ def _rows(places: str) -> AgentMetadata:
 
 
 class TestAPeersPages:
-    def test_in_regions_as_large_as_its_blocks(self):
-        found = states_of_peer(_ours(), _peer())
-
-        assert found["layers.1"].pages == StatePages(50_000, 3 * 2048, 4, SIZES)
-        assert found["layers.3"].pages == StatePages(90_000, 3 * 2048, 4, SIZES)
-
     @pytest.mark.parametrize("names", [("layers.2", "layers.0"), ("layers.3", "layers.1")])
     def test_in_regions_of_another_order_by_their_names(self, names):
         """From 0.30 on; a region may be named after a layer with states."""
@@ -243,52 +237,16 @@ _NEWEST = FACTS["0.33.0"]
 class TestDivision:
     """Of 4 heads of 8 channels in all, states of 4, kernels of 4."""
 
-    @pytest.mark.parametrize("kind", ["mamba2", _Type.MAMBA2])
-    def test_mamba2_by_heads_and_groups(self, kind):
-        found = state_division(_spec(kind, (24, 3), (2, 8, 4)), 2, _MODEL, _NEWEST)
-
-        assert found.states == (
-            SharedState(3 * 2, (Part(32), Part(8), Part(8))),
-            SharedState(8 * 4 * 4, (Part(4),)),
-        )
-        assert not found.has_copies
-
-    @pytest.mark.parametrize(
-        ("ranks", "shapes"), [(1, ((40, 3), (4, 8, 4))), (2, ((24, 3), (2, 8, 4)))]
-    )
-    def test_one_group_is_on_every_rank(self, ranks, shapes):
-        found = state_division(_spec(_Type.MAMBA2, *shapes), ranks, _ONE_GROUP, _NEWEST)
-
-        assert found.states[0].parts == (Part(32), Part(4, True), Part(4, True))
-        assert found.has_copies
-        assert found.sizes_bytes(Rank(0, ranks)) == (
-            shapes[0][0] * 3 * 2,
-            shapes[1][0] * 8 * 4 * 4,
-        )
-
     def test_groups_of_one_rank_are_all_there_are(self):
         found = state_division(_spec("mamba2", (48, 3), (4, 8, 4)), 1, None, _NEWEST)
 
         assert found.states[0].parts == (Part(32), Part(8), Part(8))
-
-    def test_gated_delta_nets_by_key_heads_and_value_heads(self):
-        found = state_division(_spec(_Type.GDN_ATTN, (32, 3), (4, 4, 4)), 2, None, _NEWEST)
-
-        assert found.states == (
-            SharedState(6, (Part(16), Part(16), Part(32))),
-            SharedState(4 * 4 * 4, (Part(8),)),
-        )
 
     def test_gated_delta_nets_whatever_a_key_head_is(self):
         """vLLM divides channels of keys, and asks for no whole number of states of the other."""
         found = state_division(_spec(_Type.GDN_ATTN, (8, 3), (1, 4, 4)), 2, None, _NEWEST)
 
         assert found.states[0].parts == (Part(4), Part(4), Part(8))
-
-    def test_mamba1_by_channels(self):
-        found = state_division(_spec(_Type.MAMBA1, (16, 3), (16, 8)), 2, None, _NEWEST)
-
-        assert found.states == (SharedState(6, (Part(32),)), SharedState(32, (Part(32),)))
 
     @pytest.mark.parametrize(
         ("spec", "ranks", "model", "words"),

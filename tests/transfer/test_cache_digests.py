@@ -16,7 +16,7 @@ from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.segments import BlockList, kernel_blocks
+from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
@@ -210,19 +210,6 @@ def test_a_recurrent_state_of_many_words() -> None:
     expected = [cell([states[rank, 2].tobytes()], 0, Weights(SEED)) for rank in range(2)]
     heads = found.cells["mamba", Content.STATE]
     assert [heads[rank].tolist() for rank in range(2)] == [[one] for one in expected]
-
-
-def test_kernel_blocks_are_blocks() -> None:
-    request = request_of()
-    small = Engine(request, Rank(block_tokens=4))
-    tensors = dict.fromkeys((plane.layer for plane in small.planes), small.memory)
-    order = small.blocks.block_ids
-    large = kernel_blocks(order[:1], 1)
-
-    assert large.tolist() == order[:1].tolist()
-    reader = CacheDigests(memories_of(tensors), small.planes, 4)
-    first = reader.begin(BlockList(large, 4), 0, 4, Weights(SEED)).read()
-    assert compare(Engine(request, Rank()).digests(4), first).proves
 
 
 def test_layers_of_unlike_geometry_are_in_one_digest() -> None:
