@@ -9,14 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Comparison, compare
-from kvpatch.checks.digests.table_digests import CoveredCaches
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
@@ -356,62 +353,3 @@ class TestRuns:
     def test_blocks_that_are_not_there_are_refused(self, local, remote):
         with pytest.raises(ReadRefused, match="of 4 and 5"):
             self._plan(local, remote)
-
-
-class TestDigests:
-    """Of the states of two workers, which are one request's in other blocks."""
-
-    @staticmethod
-    def _worker(block: int, rank: Rank, *, is_apart: bool) -> tuple[torch.Tensor, CoveredCaches]:
-        """Both layers' pages, one behind the other, with the request's states in one block."""
-        memory = torch.randint(0, 256, (2 * BLOCKS * PAGE_BYTES,), dtype=torch.uint8)
-        pages = memory.view(2, BLOCKS, PAGE_BYTES)
-        pages[:, block, : sum(SIZES)] = torch.arange(2 * sum(SIZES)).view(2, -1)
-        tensors: dict[str, object] = {"layers.0": torch.zeros(BLOCKS, 16, dtype=torch.uint8)}
-        states = {}
-        for layer, of_layer in zip(("layers.1", "layers.3"), pages, strict=True):
-            tensors[layer] = _apart(of_layer.reshape(-1)) if is_apart else of_layer
-            states[layer] = StatePages(of_layer.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
-        plane = Plane(
-            "layers.0", Content.KEY, tensors["layers.0"].data_ptr(),
-            Strides(16, 16, 1, 1), Counts(BLOCKS, 1, 16, 1), 1, 0, Memory("DRAM"),
-        )  # fmt: skip
-        return pages, CoveredCaches(tensors, [plane], GROUPS, states, rank)
-
-    def _compared(self, wrong: tuple[int, int] | None, ranks: tuple[Rank, Rank]) -> Comparison:
-        """What D's say of P's, with one of D's bytes another one.
-
-        Args:
-            wrong: the layer of the two, and the byte of its page.
-        """
-        (_, theirs), (pages, ours) = (
-            self._worker(block, rank, is_apart=is_apart)
-            for block, rank, is_apart in zip((4, 2), ranks, (True, False), strict=True)
-        )
-        if wrong is not None:
-            pages[wrong[0], 2, wrong[1]] ^= 1
-        of_both = (covered.states(1, block) for covered, block in ((theirs, 4), (ours, 2)))
-        (theirs,), (ours,) = (
-            [found for lot in lots for found in lot.made([(0, 1)], 16, Weights(b"seed"))]
-            for lots in of_both
-        )
-        return compare(theirs, ours)
-
-    @pytest.mark.parametrize("rank", [Rank(0, 1), Rank(1, 3)])
-    def test_the_same_bytes_are(self, rank):
-        found = self._compared(None, (rank, rank))
-        assert found.proves and found.checked == 2
-
-    @pytest.mark.parametrize("layer", [0, 1])
-    @pytest.mark.parametrize("byte", [0, SIZES[0] - 1, SIZES[0], sum(SIZES) - 1])
-    def test_any_other_byte_is_not(self, layer, byte):
-        found = self._compared((layer, byte), (Rank(0, 2), Rank(0, 2)))
-        assert [str(one) for one in found.wrong] == [
-            f"layer 'layers.{1 + 2 * layer}', its recurrent state"
-        ]
-
-    @pytest.mark.parametrize("ranks", [((0, 2), (0, 1)), ((0, 1), (0, 2)), ((1, 2), (0, 2))])
-    def test_another_ranks_are_not_compared(self, ranks):
-        theirs, ours = (Rank(*rank) for rank in ranks)
-        found = self._compared(None, (theirs, ours))
-        assert not found.wrong and found.checked == 0 and not found.proves

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvpatch.checks.digests import cache_digests
 from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, ranges_of
+from kvpatch.checks.digests.digests import Digests, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
+from tests.geometry.slow_digests import cell, of_all_ranks
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
 from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
@@ -142,18 +142,6 @@ def test_parts_of_a_request_have_the_sums_that_the_whole_has(
     full = [extent for extent in part.ranges if extent in whole.ranges]
     assert found.checked == 2 * len(full)
     assert found.proves == (len(full) == len(part.ranges))
-
-
-@given(st.integers(1, 69), st.sampled_from([16, 10]))
-def test_digests_of_ranges_add_up(border: int, range_tokens: int) -> None:
-    request = request_of(layers=2)
-    engine = Engine(request, Rank())
-    parts = [engine.digests(1, 0, border), engine.digests(1, border, 70)]
-
-    joined = in_ranges(of_all_ranges(parts[::-1]), range_tokens)
-
-    assert as_numbers(joined) == as_numbers(engine.digests(range_tokens))
-    assert joined.ranges == ranges_of(0, 70, range_tokens)
 
 
 @given(st.integers(1, 69))

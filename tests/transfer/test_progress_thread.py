@@ -256,18 +256,6 @@ def test_a_read_fails_whose_tail_is_nowhere(world, make, caplog):
     assert engine.pool.taken_bytes == 0
 
 
-def test_a_read_that_is_dropped_gives_its_space_back(world, make):
-    engine = make(3 * 4096)
-    read = engine.read()
-    read.start()
-    del read
-    gc.collect()
-    other = engine.read()
-    other.start()
-    assert finish(other) == ["DONE"]
-    wait_until(lambda: engine.pool.taken_bytes == 0)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_where_the_thread_has_failed_the_steps_go_on(world, make, monkeypatch, caplog):
     """A mistake of ours, made up: an error that no read can raise."""
@@ -358,34 +346,6 @@ def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
     assert read.state() == "PROC", "negative control: nobody takes care of it"
     assert finish(read) == ["DONE"]
     assert world.is_identical()
-
-
-class _Slow(wrapt.ObjectProxy):
-    """A real agent that takes its time to say that a transfer is not done, five times."""
-
-    def __init__(self, agent: Any) -> None:
-        super().__init__(agent)
-        self._self_left = 5
-
-    def check_xfer_state(self, handle: Any) -> str:
-        if not self._self_left:
-            return str(self.__wrapped__.check_xfer_state(handle))
-        self._self_left -= 1
-        time.sleep(0.1)
-        return "PROC"
-
-
-def test_a_round_that_had_to_wait_is_not_followed_by_a_long_rest(world, make, monkeypatch):
-    """A call of the engine's may keep the thread out of NIXL for seconds."""
-    engine, waits = make(4096), []
-    take = engine.thread._take
-    monkeypatch.setattr(engine.thread, "_take", lambda wait: waits.append(wait) or take(wait))
-    read = engine.read(_Slow(world.decode))
-    read.start()
-    assert finish(read) == ["DONE"]
-    assert world.is_identical()
-    rests = [wait for wait in waits if wait != progress_thread._IDLE_SECONDS]
-    assert max(rests) == progress_thread._LONGEST_REST_SECONDS
 
 
 class _Interrupted(Exception):
