@@ -2,7 +2,7 @@
 # Makes the environment of a device whose tensors have no storage, once, and prints the path of its
 # Python: torch_xla on its own CPU device, over all else that experiments/env.sh installs.
 #
-#   "$(experiments/env_xla.sh)" -m pytest -q tests/lab/test_xla.py tests/transfer/test_xla.py
+#   "$(experiments/env_xla.sh)" -m pytest -q tests/lab/test_xla.py
 #
 # The environment lies in .cache/env-xla and takes 6 GB: PyPI has no CPU build of this torch, and the
 # CUDA build is not imported without the libraries that it was linked with. No GPU is needed.

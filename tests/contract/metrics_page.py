@@ -45,8 +45,8 @@ A request that its client aborts may count too. The [log](log_lines.md) says wha
 
 ## Questions
 
-[A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). A test runs its queries on
-metrics that a real Prometheus has scraped (`experiments/env_prometheus.sh`). Grafana itself has not been tried.
+[A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). A test holds
+its queries against the metrics. Grafana itself has not been tried.
 
 """  # noqa: E501
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from tests.lab import kvcached_cells, releases_table, table
 
 from . import (
-    dashboard,
     documents,
     kinds_page,
     metrics_page,
@@ -22,7 +21,6 @@ from . import (
 
 #: Made whole, from code and data.
 GENERATED: dict[Path, Callable[[], str]] = {
-    dashboard.DASHBOARD: dashboard.dashboard,
     documents.PATCHES_MD: documents.patches_md,
     kinds_page.PAGE: kinds_page.page,
     metrics_page.PAGE: metrics_page.page,

@@ -8,7 +8,8 @@ from functools import cache as kept
 
 import pytest
 
-from kvpatch.core.releases import RELEASES
+from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.peer.peer_hash import BACKENDS as TRIED
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 
@@ -97,3 +98,23 @@ def test_backends_that_are_derived_have_these_names() -> None:
 
     assert all(DERIVES.fullmatch(name) for name in names)
     assert not any(map(DERIVES.fullmatch, (*DERIVED, "", "Other", "Differential")))
+
+
+_NAMED = re.compile(
+    r"^[ ]*class (\w+)\([^()]*\):(?:(?!^[ ]*class ).)*?def get_name\([^)]*\)[^:]*:\s*"
+    r'return "([^"]+)"',
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_every_backend_is_tried() -> None:
+    names = {"CUSTOM"}
+    for release in filter(lambda one: FACTS[one].states_hash, RELEASES):
+        root = cache.tree(release) / "vllm"
+        for folder in _FOLDERS:
+            for path in (root / folder).rglob("*.py"):
+                text = path.read_text()
+                if "def get_name" in text:
+                    names |= {name for owner, name in _NAMED.findall(text) if owner in BACKENDS}
+    assert names == set(TRIED)
+    assert len(set(TRIED)) == len(TRIED)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache as kept
 from pathlib import Path
 
 import pytest
 
 from kvpatch.core import settings
-from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.core.releases import RELEASES
 from tests.lab import table
 from tests.releases import cache
 from tests.releases.fetch import fetch
 
-from . import documents, facts_table, messages, pages, refusals_page, tables, variables_page
-from .messages import Refusal
+from . import documents, facts_table, messages, pages, tables, variables_page
 
 pytestmark = pytest.mark.contract
 
@@ -143,31 +141,8 @@ class TestRefusals:
 
         assert all(any(part in text for text in found) for part in parts)
 
-    def test_a_sentence_is_split_into_cause_and_cure(self) -> None:
-        moment = refusals_page.MOMENTS[0]
-
-        assert refusals_page._row(Refusal("Fault", "a is b: use c"), moment) == ("a is b", "use c")
-        assert refusals_page._row(Refusal("Fault", "a is b"), moment) == ("a is b", moment.cure)
-        told = Refusal("PeerRefused", "a: use b", "use c")
-        assert refusals_page._row(told, moment) == ("a: use b", "use c")
-
 
 class TestReleases:
-    def test_a_fact_that_changed_is_told_in_a_few_words(self) -> None:
-        newest = FACTS[RELEASES[-1]]
-        old = replace(
-            newest, names_layouts=False, has_host_buffer=True, agent_metadata=frozenset("b")
-        )
-        new = replace(
-            newest, names_layouts=True, has_host_buffer=False, agent_metadata=frozenset("a")
-        )
-
-        told = facts_table._changes(old, new)
-
-        assert set(told) == {
-            "`names_layouts`", "`has_host_buffer` no longer", "`agent_metadata`: +a, -b",
-        }  # fmt: skip
-
     def test_every_fact_has_its_meaning(self) -> None:
         assert all(facts_table.meanings().values())
 

@@ -19,11 +19,6 @@ class CopyAndZeros(Plan):
     zero_address: Int64Array
     zero_length: Int64Array
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that the copy moves."""
-        return int(self.length.sum())
-
 
 def plan_copy(
     segments: Segments,

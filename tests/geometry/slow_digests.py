@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvpatch.checks.digests.digest_weights import ROW_WORDS, UInt64Array, Weights
-from kvpatch.checks.digests.digests import Digests, Name, ranges_of
+from kvpatch.checks.digests.digests import Digests, Name
 
 _ALL_BITS = 2**64 - 1
 
@@ -56,20 +56,3 @@ def of_all_ranks(parts: Sequence[Digests]) -> Digests:
             for head, sums in heads.items():
                 assert np.array_equal(known.setdefault(head, sums), sums), (name, head)
     return replace(first, cells=cells)
-
-
-def in_ranges(narrow: Digests, range_tokens: int) -> Digests:
-    """The same in wider ranges, which the narrow ones fill."""
-    wide = ranges_of(narrow.ranges[0][0], narrow.ranges[-1][1], range_tokens)
-    inside = [
-        [at for at, (first, last) in enumerate(narrow.ranges) if start <= first and last <= end]
-        for start, end in wide
-    ]
-    cells = {
-        name: {
-            head: np.array([sums[at].sum(dtype=np.uint64) for at in inside])
-            for head, sums in heads.items()
-        }
-        for name, heads in narrow.cells.items()
-    }
-    return replace(narrow, ranges=wide, cells=cells)

@@ -135,24 +135,6 @@ def test_any_two_geometries(drawn: Any) -> None:
         assert noise(2, local.total_bytes) != bytes(expected)
 
 
-@given(transfers(), st.data())
-@settings(max_examples=100, deadline=None)
-def test_a_split_request_is_the_whole_one(drawn: Any, data: st.DataObject) -> None:
-    remote, local, first, end = drawn
-    middle = data.draw(st.integers(first, end))
-    source = noise(1, remote.total_bytes)
-
-    def done(*ranges: tuple[int, int]) -> bytearray:
-        target = bytearray(noise(2, local.total_bytes))
-        for start, stop in ranges:
-            segments = pair_blocks(remote.blocks, local.blocks, start, stop)
-            plan = plan_copy(segments, remote.planes, local.planes)
-            execute(plan, source, SOURCE, target, TARGET)
-        return target
-
-    assert done((first, middle), (middle, end)) == done((first, end))
-
-
 @st.composite
 def head_ranges(draw: st.DrawFn) -> tuple[list[Side], list[Side], int]:
     """Ranks of both sides: KV heads split between them, or copies where ranks exceed heads."""
@@ -308,41 +290,6 @@ def test_keys_and_values_that_differ_in_one_thing(
     plan = plan_copy(pair_blocks(ONE, ONE, 0, 4), planes, planes)
     execute(plan, source, SOURCE, found, SOURCE)
     assert found == expected
-
-
-def test_values_of_another_width_are_copied_with_their_keys() -> None:
-    assert runs(alike("LBHNC", [0], [3], 4, layers=1, value_channels=6)) == [(0, 1008, 336)]
-
-
-def test_part_of_a_block() -> None:
-    assert runs(alike("LBNHC", [2], [2], 3, layers=1)) == [(768, 768, 288)]
-    assert runs(alike("LBHNC", [2], [2], 3, layers=1)) == [
-        (768, 768, 96),
-        (896, 896, 96),
-        (1024, 1024, 96),
-    ]
-
-
-def test_column_major_keys_are_read_by_channel() -> None:
-    own = CacheSizes(1, 1, 1, 4, 2, 2)
-    remote = named_layout("CPU_split").planes(own, SOURCE, DRAM)
-    local = named_layout("CPU_split").planes(replace(own, blocks=2, block_tokens=2), TARGET, DRAM)
-    segments = pair_blocks(BlockList(np.array([0]), 4), BlockList(np.array([1, 0]), 2), 0, 4)
-    plan = plan_copy(segments, remote, local)
-    assert sorted(runs(plan)) == [
-        (0, 8, 4), (4, 0, 4), (8, 12, 4), (12, 4, 4), (16, 24, 8), (24, 16, 8),
-    ]  # fmt: skip
-
-
-def test_zeros_alone() -> None:
-    own = CacheSizes(1, 3, 2, 4, 8, 2)
-    planes = named_layout("LBNHC").planes(own, TARGET, DRAM)
-    local = BlockList(np.array([1, 2]), 4)
-    nothing = pair_blocks(local, local, 0, 0)
-    plan = plan_copy(nothing, planes, planes, uncovered_tail(local, 3))
-    assert len(plan) == plan.copied_bytes == 0
-    assert plan.zero_address.tolist() == [TARGET + 256 + 3 * 64]
-    assert plan.zero_length.tolist() == [64 + 256]
 
 
 def plane(layer: str = "a", **changes: Any) -> Plane:

@@ -40,47 +40,6 @@ MEMORY = Memory("VRAM", 1)
 # 2 layers, 5 blocks, 3 heads, 4 tokens, 8 channels of 2 bytes.
 SIZES = CacheSizes(2, 5, 3, 4, 8, 2)
 
-# name: strides of values, then bytes from keys to values and from layer to layer
-STRIDES = {
-    "NHD": (Strides(192, 16, 48, 2), 960, 1920),
-    "HND": (Strides(192, 64, 16, 2), 960, 1920),
-    "NHD_in_block": (Strides(384, 16, 48, 2), 192, 1920),
-    "HND_in_block": (Strides(384, 64, 16, 2), 192, 1920),
-    "LBHNC": (Strides(384, 128, 32, 2), 16, 1920),
-    "LBNHC": (Strides(384, 32, 96, 2), 16, 1920),
-    "LHBNC": (Strides(128, 640, 32, 2), 16, 1920),
-    "BLHNC": (Strides(768, 128, 32, 2), 16, 384),
-    "BLNHC": (Strides(768, 32, 96, 2), 16, 384),
-    "BHLNC": (Strides(768, 256, 32, 2), 16, 128),
-    "kvcached_split_half": (Strides(192, 16, 48, 2), 960, 1920),
-    "kvcached_contiguous": (Strides(768, 16, 48, 2), 192, 384),
-    "CPU_split": (Strides(192, 64, 16, 2), 960, 1920),
-    "CPU_packed": (Strides(384, 128, 16, 2), 64, 1920),
-    "TPU": (Strides(384, 32, 96, 2), 16, 1920),
-}
-
-
-def test_every_layout_is_in_the_table() -> None:
-    assert set(STRIDES) == set(LAYOUTS)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_strides(name: str) -> None:
-    value_strides, apart, layer = STRIDES[name]
-    planes = named_layout(name).planes(SIZES, 4096, MEMORY, first_head=6)
-    assert [(plane.layer, plane.content) for plane in planes] == [
-        ("layer.0", Content.KEY),
-        ("layer.0", Content.VALUE),
-        ("layer.1", Content.KEY),
-        ("layer.1", Content.VALUE),
-    ]
-    key_strides = value_strides
-    if LAYOUTS[name].key_order is KeyOrder.COLUMN_MAJOR:
-        key_strides = value_strides._replace(token=2, channel=8)
-    assert [plane.strides_bytes for plane in planes] == [key_strides, value_strides] * 2
-    assert [plane.address - 4096 for plane in planes] == [0, apart, layer, layer + apart]
-    assert {(plane.memory, plane.first_head) for plane in planes} == {(MEMORY, 6)}
-
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_byte_belongs_to_one_item(name: str) -> None:
@@ -114,38 +73,6 @@ def test_a_registered_tensor_reads_as_its_layout(name: str) -> None:
     facts = TensorFacts(4096, shape, strides, 2, MEMORY, 4096, 1920)
     read = read_planes("layer.0", facts, DimensionOrder(dimensions), layout.key_order)
     assert read == layout.planes(replace(SIZES, layers=1), 4096, MEMORY)
-
-
-def test_one_content() -> None:
-    sizes = replace(SIZES, heads=1, contents=(Content.LATENT,))
-    planes = named_layout("LBNHC").planes(sizes, 0, MEMORY, layers=("a", "b"))
-    assert [(plane.layer, plane.content, plane.address) for plane in planes] == [
-        ("a", Content.LATENT, 0),
-        ("b", Content.LATENT, 320),
-    ]
-    assert planes[0].strides_bytes._replace(head=0) == Strides(64, 0, 16, 2)
-
-
-def test_values_of_another_width_fit_only_packed_layouts() -> None:
-    sizes = replace(SIZES, value_channels=6)
-    keys, values, *_ = named_layout("LBHNC").planes(sizes, 0, MEMORY)
-    assert keys.strides_bytes == values.strides_bytes == Strides(336, 112, 28, 2)
-    assert (values.address, keys.counts.channels, values.counts.channels) == (16, 8, 6)
-    with pytest.raises(UnreadableGeometry, match=r"layer-kv-block-token-head-channel.*\(8, 6\)"):
-        named_layout("NHD").planes(sizes, 0, MEMORY)
-
-
-def test_halves_that_are_far_apart() -> None:
-    layout = named_layout("kvcached_split_half")
-    planes = layout.planes(SIZES, 0, MEMORY, value_offset_bytes=1 << 30)
-    assert [plane.address for plane in planes] == [0, 1 << 30, 2 << 30, 3 << 30]
-    assert planes[0].strides_bytes.block == 192
-
-
-@pytest.mark.parametrize(("name", "offset"), [("NHD", 959), ("LBHNC", 4096)])
-def test_an_offset_that_does_not_fit_is_refused(name: str, offset: int) -> None:
-    with pytest.raises(UnreadableGeometry, match=f"{name}.*{offset}"):
-        named_layout(name).planes(SIZES, 0, MEMORY, value_offset_bytes=offset)
 
 
 _BLOCK_AXES = (HND, NHD, PACKED_HND, PACKED_NHD, BY_COLUMN)

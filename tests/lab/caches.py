@@ -28,7 +28,7 @@ from .kinds import (
     shuffled_planes,
     slot_planes,
 )
-from .kvcached_standin import Allocation, Reservation, allocate
+from .kvcached_standin import Reservation, allocate
 from .layer_kinds import KINDS
 from .odd_strides import ODD, odd_strides
 
@@ -48,8 +48,8 @@ _HALF_GAP = 1.5
 _KVCACHED_DIMS = ("block", "kv", "token", "head", "channel")
 
 
-#: The setting that has kvcached's last layer lie elsewhere: in a "pool" of smaller blocks, in
-#: "other" memory, or in other memory while it "claims" to be in kvcached's.
+#: The setting that has kvcached's last layer lie elsewhere: in "other" memory, or in other memory
+#: while it "claims" to be in kvcached's.
 ODD_LAYER = "LAB_KVCACHED_ODD_LAYER"
 #: The setting that has a page under D's blocks not mapped.
 UNMAPPED = "LAB_KVCACHED_UNMAPPED"
@@ -346,28 +346,12 @@ def _by_kvcached(
     first = spec.attention_layer
     attention = "HYBRID_LINEAR" if spec.has_state else "MLA" if spec.family == "mla" else "MHA"
 
-    def shape(layer: int, heads: int | None = None) -> list[int]:
+    def shape(layer: int) -> list[int]:
         sizes = _sizes(spec, layer, slots) | {
             "block": spec.planned_blocks,
             "token": spec.block_tokens_of(layer),
         }
-        return [heads if heads and d == "head" else sizes[d] for d in dims]
-
-    def reserve(layers: int, heads: int | None = None) -> Allocation:
-        return allocate(
-            shape(first, heads),
-            spec.block_tokens_of(first),
-            torch_dtype(spec.dtype),
-            layers,
-            contiguous=spec.allocation == "kvcached_rows",
-            attention=attention,
-            layout="HND" if is_hnd else "NHD",
-            virtual_blocks=spec.blocks,
-            other_shapes=[] if heads else other_shapes,
-            kernel_block_tokens=spec.block_tokens_of(first) // spec.parts,
-            state_spec=state_spec,
-            states_apart=not spec.has_state or states_apart(),
-        )
+        return [sizes[d] for d in dims]
 
     shapes = {
         layer: (tuple(shape(layer)), spec.block_tokens_of(layer))
@@ -376,16 +360,27 @@ def _by_kvcached(
     }
     other_shapes = [other for other in dict.fromkeys(shapes.values()) if other != shapes[first]]
     # Layers of several groups share a tensor, as kvcached hands it to both.
-    found = reserve(max(slots) + 1)
+    found = allocate(
+        shape(first),
+        spec.block_tokens_of(first),
+        torch_dtype(spec.dtype),
+        max(slots) + 1,
+        contiguous=spec.allocation == "kvcached_rows",
+        attention=attention,
+        layout="HND" if is_hnd else "NHD",
+        virtual_blocks=spec.blocks,
+        other_shapes=other_shapes,
+        kernel_block_tokens=spec.block_tokens_of(first) // spec.parts,
+        state_spec=state_spec,
+        states_apart=not spec.has_state or states_apart(),
+    )
     views = {shapes[first]: found.tensors} | dict(zip(other_shapes, found.others, strict=True))
     tensors: list[Any] = [
         found.states[slot] if spec.is_state(layer) else views[shapes[layer]][slot]
         for layer, slot in enumerate(slots)
     ]
     odd = os.environ.get(ODD_LAYER, "")
-    if odd == "pool":
-        (tensors[-1],) = reserve(1, spec.heads_per_rank // 2).tensors
-    elif odd:
+    if odd:
         mark = tensors[-1]._kvcached_block_copy_view
         tensors[-1] = torch.zeros(tensors[-1].shape, dtype=tensors[-1].dtype)
         if odd == "claims":

@@ -74,12 +74,12 @@ def allocate(
 
 def _page_and_geometry(theirs: Any, plan: Any) -> tuple[int, Any]:
     """The smallest page from the lab's on that kvcached can manage this plan's blocks in."""
-    page_bytes = standin.page_bytes()
+    page_bytes = standin.PAGE_BYTES
     while True:
         theirs.PAGE_SIZE = page_bytes
         try:
             return page_bytes, theirs.cache_geometry(plan)
         except theirs.KVCachedConfigError:
             page_bytes *= 2
-            if standin.is_page_set() or page_bytes > _MOST_PAGE_BYTES:
+            if page_bytes > _MOST_PAGE_BYTES:
                 raise

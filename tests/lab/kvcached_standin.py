@@ -37,9 +37,7 @@ from tests.releases import kvcached
 from .compare import Array
 
 #: Small, so that a cache of some blocks has many; kvcached's have 2 MiB and more.
-_PAGE_BYTES = 16 * 1024
-#: The setting with another size of a page.
-PAGE = "LAB_KVCACHED_PAGE_BYTES"
+PAGE_BYTES = 16 * 1024
 #: The setting with a network card that kvpatch is told of, as if this memory were a GPU's.
 CARD = "LAB_NETWORK_CARD"
 
@@ -52,16 +50,6 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 _PAGE_OF_ZEROS = 1
-
-
-def page_bytes() -> int:
-    """Of a page of one layer's keys, or values."""
-    return int(os.environ.get(PAGE, _PAGE_BYTES))
-
-
-def is_page_set() -> bool:
-    """Whether a test asks for this size of a page."""
-    return PAGE in os.environ
 
 
 def _check(result: int) -> None:
@@ -157,7 +145,7 @@ class _Compiled:
 
     def __init__(self) -> None:
         self.contiguous = False
-        self.page_bytes = _PAGE_BYTES
+        self.page_bytes = PAGE_BYTES
         self.reservations: list[Reservation] = []
 
     def create_kv_tensors(
@@ -245,18 +233,18 @@ def allocate(
         block *= size
     blocks = shape[1] if len(shape) == 5 and shape[0] == 2 else shape[0]
     block_bytes = block // blocks * dtype.itemsize
-    pages = -(-virtual_blocks * block_bytes // contents // page_bytes())
+    pages = -(-virtual_blocks * block_bytes // contents // PAGE_BYTES)
     pages += pages % 2
     device = types.SimpleNamespace(
         is_available=lambda: True,
         get_device_properties=lambda _: types.SimpleNamespace(
-            total_memory=pages * page_bytes() * contents * layers
+            total_memory=pages * PAGE_BYTES * contents * layers
         ),
     )
-    use_pages(page_bytes())
+    use_pages(PAGE_BYTES)
     # The device that kvcached asks for its memory, and pages that a test can fill.
     theirs.torch = _Torch(device)
-    theirs.PAGE_SIZE = page_bytes()
+    theirs.PAGE_SIZE = PAGE_BYTES
     theirs.normalize_gpu_device = lambda name: name
     theirs._kvcached_initialized = True
     theirs._contiguous_layout = _COMPILED.contiguous = contiguous

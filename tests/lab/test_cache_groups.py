@@ -211,18 +211,6 @@ def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
 # --- blocks that FlashInfer may have cut, <= 0.20 ---
 
 
-@pytest.mark.on(states_kernel_blocks=False)
-@pytest.mark.parametrize("prompt", [10, 40, 100])
-@pytest.mark.parametrize("cut", [True, False])
-def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> None:
-    """48 tokens cut into 16 look like 16; D reads what it has computed a prompt of before."""
-    d = replace(engine_of("two groups", 16), family="flashinfer", device="cuda")
-    p = replace(engine_of("two groups", 48), family="flashinfer", device="cuda", parts=3)
-    case = Case("may be cut", p if cut else d, d, prompt)
-
-    lab.on_d(case).must_be("identical", moved=prompt)
-
-
 # --- sliding windows alone, whose lists are the ends of tables ---
 
 
@@ -237,8 +225,6 @@ def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WI
 @pytest.mark.on(states_kernel_blocks=False)
 @pytest.mark.parametrize(
     ("window", "cut", "prompt"),
-    # What the window's last blocks hold tells 48 tokens cut into 16 from 16; of a window of 16 two
-    # blocks are named, whichever they are.
     [*((WINDOW, 48, prompt) for prompt in (10, 40, 100, 300)), (16, 0, 100), (16, 48, 100)],
 )
 def test_windows_alone_that_a_peer_may_have_cut(

@@ -206,22 +206,6 @@ def test_a_platforms_own_copies_are_not_called(stage: Stage, lab: Lab) -> None:
     assert prefill.call("own_calls") == 0
 
 
-@pytest.mark.parametrize("blocks", [0, -1])
-def test_a_buffer_without_a_block_is_refused(lab: Lab, blocks: int) -> None:
-    lab.run(case("none", (prefilling(blocks), SPEC))).must_be(
-        "refused", "KVPATCH_HOST_BUFFER_BYTES"
-    )
-
-
-@pytest.mark.parametrize("size", ["4GB", "-1", "0", "1e9"])
-def test_a_size_that_is_no_number_is_refused(lab: Lab, size: str) -> None:
-    settings = (*ALWAYS, ("KVPATCH_HOST_BUFFER_BYTES", size))
-
-    lab.run(case(size, (prefilling(settings=settings), SPEC))).must_be(
-        "refused", f"KVPATCH_HOST_BUFFER_BYTES={size!r}"
-    )
-
-
 # --- one request at a time ---------------------------------------------------
 
 
@@ -277,37 +261,6 @@ def scene(lab: Lab) -> Iterator[Scene]:
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(ROOM, planned_blocks=200))
         yield Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=400)))
-
-
-def test_many_requests_share_a_buffer_for_four(scene: Scene) -> None:
-    prompts = scene.stage.prompts(64, TOKENS)
-    scene.prefill.call("begin", prompts)
-    served: list[Prompt] = []
-
-    while len(served) < len(prompts):
-        asks = scene.work(prompts)
-        assert 0 < len(asks) <= ROOM // (loaded(prompts[0], scene.release) // BLOCK_TOKENS)
-        assert scene.host_blocks()["held"] <= ROOM
-        served += [ask.prompt for ask in asks]
-        scene.read(asks)
-
-    assert served == prompts, "in the order in which they came"
-    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
-
-
-def test_an_abort_gives_host_blocks_back(scene: Scene) -> None:
-    """Of a request that was answered and not read, one that is computed, one that waits."""
-    prompts = scene.stage.prompts(6, TOKENS)
-    scene.prefill.call("begin", prompts)
-    asks = scene.work(prompts)
-    assert scene.host_blocks()["waiting"] > 0
-    waiting = prompts[len(asks) :]
-
-    for prompt in waiting:
-        scene.prefill.call("cancel", prompt.name)
-    assert scene.host_blocks()["waiting"] == 0
-    scene.read(asks)
-    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_an_abort_in_the_middle_of_a_prompt(stage: Stage, lab: Lab) -> None:

@@ -19,7 +19,7 @@ from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
 from .kvcached_standin import CARD
 from .releases import moves_full_blocks_only
-from .stage import Raised, Stage
+from .stage import Stage
 from .test_host_buffer import ALWAYS
 from .test_kvcached_groups import _spec as of_groups
 from .test_kvcached_groups import _unlike as of_shapes
@@ -169,21 +169,6 @@ def test_beside_a_network_card(lab: Lab) -> None:
 # --- slots -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["skip", "shift"])
-def test_a_spoilt_save_is_noticed(stage: Stage, how: str) -> None:
-    """What is not in its row is not right on D."""
-    prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
-    decode = stage.start(_told(_engine("flash", "contiguous")))
-    prompts = stage.prompts(2, _TOKENS)
-    prefill.call("spoil_saves", how)
-    prefill.call("begin", prompts)
-    answers = prefill.call("work")
-    decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
-
-    assert not decode.watch(*prompts).waiting
-    assert decode.wrong(*prompts)[0] > 0
-
-
 # --- pages and variables ---------------------------------------------------------------
 
 
@@ -194,14 +179,6 @@ def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab) -> None:
     lab.run(replace(found, decode=unmapped)).must_be(
         "refused", "is not mapped: found the page of zeros"
     )
-
-
-def test_a_layout_that_the_variable_denies_is_refused(lab: Lab) -> None:
-    found = _engine("flash", "contiguous", settings=(("KVCACHED_CONTIGUOUS_LAYOUT", "false"),))
-    with Stage(lab) as stage, pytest.raises(Raised) as refused:
-        stage.start(_buffered(found, as_p=True))
-
-    assert "KVCACHED_CONTIGUOUS_LAYOUT=false and " in str(refused.value)
 
 
 # --- several groups --------------------------------------------------------------------

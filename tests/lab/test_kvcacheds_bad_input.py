@@ -15,7 +15,6 @@ from .caches import ODD_LAYER, UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
-from .kvcached_standin import PAGE
 from .releases import has_named_layouts, states_layout
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -48,24 +47,6 @@ def test_a_layout_that_the_variable_denies(lab: Lab, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_that_the_variable_denies(lab: Lab, layout: str) -> None:
-    contrary = _spec(layout, ("KVCACHED_PAGE_SIZE_MB", "64"))
-
-    report = _run(lab, contrary, contrary).must_be("refused")
-    assert "KVCACHED_PAGE_SIZE_MB=64 and kvcached's pools are no whole number" in report.detail
-    assert "Expected multiples of 67108864 bytes" in report.detail
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_pools_of_unlike_pages(lab: Lab, layout: str) -> None:
-    odd = _spec(layout, (ODD_LAYER, "pool"))
-
-    _run(lab, odd, odd).must_be(
-        "refused", "unlike sizes: ", "Expected", "layers.2.", "ENABLE_KVCACHED=false"
-    )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("odd", "said"), [("other", "lie in none of its pools"), ("claims", "says that it lies in")]
 )
@@ -76,18 +57,6 @@ def test_a_tensor_outside_the_pool(lab: Lab, layout: str, odd: str, said: str) -
 
     _run(lab, strange, strange).must_be(
         "refused", "layers.2.", said, "xpected", "ENABLE_KVCACHED=false"
-    )
-
-
-# kvcached compares the two in its manager, which the lab does not run
-@pytest.mark.on(names_layouts=True)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_that_do_not_fit_pages_are_refused_by_kvcached(lab: Lab, layout: str) -> None:
-    """From 0.29 on it looks at its pages where it allocates; pages of 2 KiB hold no block here."""
-    small = _spec(layout, (PAGE, "2048"))
-
-    _run(lab, small, small).must_be(
-        "refused", "KVCachedConfigError", "kvcached cannot manage this KV geometry"
     )
 
 

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.on(states_hash=True)]
 SPEC = EngineSpec(dtype="float32", block_tokens=32)
 TOKENS = 107
 VERSION, BACKEND = "vllm_version", "attn_backend"
-_FORGED = "0" * 64
 #: How a refusal begins that names nothing.
 _NAMELESS = "P's compatibility hash is not ours, and no version of vLLM and no attention backend"
 
@@ -87,12 +86,6 @@ def assert_identical(report: Report) -> None:
 # -- versions ----------------------------------------------------------------------------
 
 
-def test_another_version_is_named(lab: Lab) -> None:
-    version = another(lab.release)
-    named = f"P runs vLLM {version}; this engine runs {lab.release}"
-    assert_refused(lab.run(pair(version=version)), named, "KVPATCH_ACCEPT=vllm_version")
-
-
 @pytest.mark.every_release
 def test_another_version_is_accepted(lab: Lab) -> None:
     assert_identical(lab.run(pair(accept=VERSION, version=another(lab.release))))
@@ -130,18 +123,7 @@ def test_a_version_that_does_things_otherwise_is_refused(lab: Lab) -> None:
     assert_refused(report, "cannot be read", version)
 
 
-def test_a_build_that_is_no_release_is_refused_with_our_own_factors(lab: Lab) -> None:
-    report = lab.run(pair(accept=VERSION, version=f"{lab.release}rc2"))
-    assert_refused(report, "no version of vLLM and no attention backend explains it")
-
-
 # -- attention backends ------------------------------------------------------------------
-
-
-def test_another_backend_is_named(lab: Lab) -> None:
-    triton = replace(SPEC, family="triton")
-    named = "P runs TRITON_ATTN; this engine runs FLASH_ATTN"
-    assert_refused(lab.run(pair(triton)), named, "KVPATCH_ACCEPT=attn_backend")
 
 
 def test_another_backend_is_accepted_where_its_blocks_are_alike(lab: Lab) -> None:
@@ -151,15 +133,6 @@ def test_another_backend_is_accepted_where_its_blocks_are_alike(lab: Lab) -> Non
         assert_identical(report)
     else:
         assert_refused(report, "cannot be read", "use one attention backend on both sides")
-
-
-def test_unlike_blocks_of_an_accepted_backend_are_read_where_they_are_alike(lab: Lab) -> None:
-    triton = replace(SPEC, family="triton", block_tokens=64)
-    report = lab.run(pair(triton, accept=BACKEND))
-    if are_alike(lab.release, "FLASH_ATTN", "TRITON_ATTN"):
-        assert_identical(report)
-    else:
-        assert_refused(report, "cannot be read")
 
 
 @pytest.mark.on(names_layouts=False)
@@ -203,26 +176,6 @@ def test_another_data_type_is_never_accepted(lab: Lab) -> None:
     report = lab.run(pair(p, replace(d, settings=model), f"{VERSION},{BACKEND}", model="lab/model"))
     assert_refused(report, _NAMELESS, "dtype 'torch.bfloat16'", "compare these with P's")
     assert "KVPATCH_ACCEPT" not in report.detail
-
-
-def test_another_type_of_cache_is_never_accepted(lab: Lab) -> None:
-    p = replace(SPEC, dtype="fp8")
-    d = replace(SPEC, dtype="bfloat16")
-    report = lab.run(pair(p, d, f"{VERSION},{BACKEND}"))
-    assert_refused(report, _NAMELESS, "cache_dtype 'auto'", "compare these with P's")
-
-
-def test_groups_of_layers_on_one_side_are_never_accepted(lab: Lab) -> None:
-    if "is_hma_enabled" not in FACTS[lab.release].hash_factors:
-        pytest.skip("this release does not hash it")
-    report = lab.run(pair(accept=f"{VERSION},{BACKEND}", hybrid="on"))
-    assert_refused(report, _NAMELESS, "is_hma_enabled False", "compare these with P's")
-
-
-def test_a_forged_hash_is_refused(lab: Lab) -> None:
-    for forged in (_FORGED, " ", "x" * 64, "1" * 5000):
-        report = lab.run(pair(accept=f"{VERSION},{BACKEND}", hash=forged))
-        assert_refused(report, _NAMELESS)
 
 
 def test_who_lies_about_its_geometry_is_still_checked_by_it(lab: Lab) -> None:

@@ -21,12 +21,6 @@ from .unlike import Dimensions, cases
 
 pytestmark = pytest.mark.lab
 
-#: Releases whose code is the next one's, for which kvpatch takes them by another name.
-_TAKEN_FOR_THE_NEXT = {
-    **{"0.10.1": "0.10.1.1", "0.11.1": "0.11.2", "0.14.0": "0.14.1", "0.18.0": "0.18.1"},
-    **{"0.19.0": "0.19.1", "0.20.1": "0.20.2", "0.22.0": "0.22.1", "0.25.0": "0.25.1"},
-    "0.27.0": "0.27.1",
-}
 _STATS = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py"
 _AS_NEWEST = f"0.33.1 (as {newest()}, by its code)"
 _LIKE = next(case for case in like_pairs("HND") if case.name == "HND four at once")
@@ -64,26 +58,6 @@ def test_it_moves_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(report.moved_tokens for report in found)
     assert spoilt.outcome == "corrupt", spoilt
     assert _AS_NEWEST in logs
-
-
-def test_a_release_is_served_as_the_next_one_whose_code_is_the_same(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = lab.release
-    if release not in _TAKEN_FOR_THE_NEXT:
-        pytest.skip("the next release has other code")
-    version = f"{release}.post1"
-    unlike = next(c for c in cases(Dimensions(), 20) if c.prefill.block_tokens == 32)
-    played = [case.patched(*SLUGS) for case in (_LIKE, unlike)]
-    listed = [lab.run(case).outcome for case in played]
-    with _lab(tmp_path, monkeypatch, {}, release, version) as renamed_lab:
-        found = [renamed_lab.run(case).outcome for case in played]
-        spoilt = renamed_lab.run(_LIKE.patched(*SLUGS), sabotage="shift_block")
-        logs = _logs(renamed_lab)
-
-    assert found == listed and found[0] == "identical"
-    assert spoilt.outcome == "corrupt", spoilt
-    assert f"{version} (as {_TAKEN_FOR_THE_NEXT[release]}, by its code)" in logs
 
 
 def test_a_patch_whose_code_has_moved_is_refused_alone(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from tests.conftest import part_of, release_of, unit_of
-from tests.progress import Progress
+from tests.conftest import release_of, unit_of
 
 from .releases import ends_of_generations
-from .selection import Share, on_every_release, share
+from .selection import Share, share
 
 pytestmark = pytest.mark.lab
 pytest_plugins = ("pytester",)
@@ -32,11 +31,6 @@ def test_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: str) -
     monkeypatch.setenv("KVPATCH_TEST_SHARE", wanted)
     with pytest.raises(ValueError, match="KVPATCH_TEST_SHARE"):
         share()
-
-
-def test_a_chosen_parameter_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="nobody"):
-        on_every_release(["a", "b"], ["nobody"])
 
 
 def test_the_newest_release_and_what_is_marked_are_in_every_share(
@@ -100,20 +94,3 @@ def test_one_release_alone_is_spread_by_file() -> None:
     assert unit_of(test, ["0.32.0", "0.33.0"]) == "0.33.0"
     assert unit_of(test, ["0.33.0"]) == "tests/lab/test_x.py"
     assert unit_of("tests/patching/test_x.py::test_y", ["0.33.0"]).endswith("test_y")
-
-
-def test_a_line_of_progress_says_what_is_played_and_what_is_left() -> None:
-    lab, other = "tests/lab/test_x.py::test_y[0.33.0]", "tests/contract/test_x.py::test_y"
-    progress = Progress(part_of, print)
-    progress.pytest_xdist_node_collection_finished([lab, other])
-    progress.pytest_sessionfinish()
-    for phase in ("setup", "call", "teardown"):
-        progress.pytest_runtest_logstart(lab)
-        report = pytest.TestReport(other, ("", 0, ""), {}, "failed", None, phase)  # type: ignore[arg-type]
-        if phase != "setup":
-            progress.pytest_runtest_logreport(report)
-
-    assert progress.line() == (
-        "tests: 1 of 2 in 0 minutes, 2 failed; playing the lab on 0.33.0; "
-        "left: 1 of the lab on 0.33.0"
-    )

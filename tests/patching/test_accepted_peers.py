@@ -11,7 +11,7 @@ import pytest
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
-from kvpatch.core.releases import FACTS
+from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.observe.book import Book
 from kvpatch.peer import peer_hash
@@ -21,7 +21,6 @@ from kvpatch.peer.decision import Read, Refuse, Stock, decide
 from kvpatch.peer.peer_hash import Explanation, OwnFactors, digest_of
 from kvpatch.worker.cache_kinds import unknown
 
-from ..contract.released_hash import ENGINE
 from .test_decision import _INDEXER as INDEXER
 from .test_decision import (
     NEWEST,
@@ -37,10 +36,19 @@ from .test_decision import (
 pytestmark = pytest.mark.patching
 
 VALUES: dict[str, Any] = {
-    **ENGINE,
     "vllm_version": "0.33.0",
     "nixl_connector_version": 15,
+    "model": "a/model",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "num_hidden_layers": 32,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
     "is_hma_enabled": True,
+    "speculative_config": None,
+    "transfer_mode": "pull",
 }
 OWN = OwnFactors(NEWEST, VALUES)
 
@@ -192,30 +200,6 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"vllm_version": "0.33.0+cpu"}, "P runs vLLM 0.33.0+cpu; this engine runs 0.33.0"),
-        (
-            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
-            "P runs vLLM 0.33.0+cpu with FLASHINFER; this engine runs 0.33.0 with FLASH_ATTN",
-        ),
-        ({"model": "another"}, "model 'a/model', "),
-        ({"dtype": "torch.float16"}, "dtype 'torch.bfloat16', "),
-        ({"cache_dtype": "fp8", "attn_backend_name": "FLASHINFER"}, "cache_dtype 'auto', "),
-        ({"transfer_mode": "push"}, "transfer_mode 'pull', "),
-        ({"nixl_connector_version": 14}, "nixl_connector_version 15, "),
-        ({"is_hma_enabled": False}, "is_hma_enabled True, "),
-    ],
-)
-def test_each_difference_has_words(changes: dict[str, Any], sentence: str) -> None:
-    """A version and a backend are named; of what else may differ our own values are."""
-    ours, _, _ = compared()
-    with pytest.raises(PeerRefused) as found:
-        assert hash_of(**changes) != ours
-    assert sentence in found.value.reason
-
-
-@pytest.mark.parametrize(
     ("accept", "changes", "is_taken"),
     [
         ("vllm_version", {"vllm_version": "0.33.0+cpu"}, True),
@@ -267,6 +251,48 @@ def test_only_what_is_listed_is_waived(
     assert peers.accepted() is None
 
 
+# --- the search for what makes a peer's hash, which the lab plays at real handshakes -------------
+
+HASHING = [release for release in RELEASES if FACTS[release].states_hash]
+
+
+def factors_of(release: str, version: str = "", **changes: Any) -> dict[str, Any]:
+    """What an engine of a release hashes."""
+    facts = FACTS[release]
+    about = {"vllm_version": version or release}
+    about["nixl_connector_version"] = facts.connector_version
+    return {name: {**VALUES, **about, **changes}[name] for name in facts.hash_factors}
+
+
+def told(release: str, peer: dict[str, Any]) -> tuple[str, str, str] | None:
+    """The version, the release and the backend that an engine of a release says of a peer."""
+    own = OwnFactors(FACTS[release], {**VALUES, **factors_of(release)})
+    found = peer_hash.explain(own, digest_of(peer))
+    return None if found is None else (found.version, found.release, found.backend)
+
+
+@pytest.mark.parametrize("release", HASHING)
+def test_every_other_release_and_build_is_named_with_its_backend(release: str) -> None:
+    for number, other in enumerate(HASHING):
+        backend = peer_hash.BACKENDS[7 * number % len(peer_hash.BACKENDS)]
+        peer = factors_of(other, attn_backend_name=backend)
+        assert told(release, peer) == (other, other, backend)
+    for label in ("+cpu", "+cu129", "+rocm700"):
+        found = told(release, factors_of(release, release + label))
+        assert found == (release + label, release, VALUES["attn_backend_name"])
+
+
+@pytest.mark.parametrize("release", {FACTS[name].hash_factors: name for name in HASHING}.values())
+def test_no_other_difference_is_named(release: str) -> None:
+    """Alone, nor beside one that would be; nor what is no release, which cannot be accepted."""
+    for factor in FACTS[release].hash_factors - {"vllm_version", "attn_backend_name"}:
+        for backend in ("FLASH_ATTN", "FLASHINFER"):
+            other = factors_of(release, attn_backend_name=backend)
+            assert told(release, other | {factor: "another"}) is None, factor
+    for version in ("0.33.0rc1", "0.33.0.post1", "0.99.0"):
+        assert told(release, factors_of(release, version)) is None
+
+
 def test_nothing_is_waived_where_nobody_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ACCEPT, "attn_backend")
     ours, peers, _ = compared(checks=False)
@@ -288,13 +314,6 @@ def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PeerRefused, match="no attention backend explains it"):
             assert stated != ours
     assert looked == hashes
-
-
-def test_factors_are_listed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.ACCEPT, " vllm_version, attn_backend,vllm_version")
-    assert settings.accepted_factors() == ("vllm_version", "attn_backend")
-    monkeypatch.setenv(settings.ACCEPT, "")
-    assert settings.accepted_factors() == ()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kvpatch.core.errors import SettingsError
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.cpu_keys import BY_WORD, order_of, word_of
+from kvpatch.peer.cpu_keys import BY_WORD
 from kvpatch.peer.decision import Read, Refuse, Stock, decide
 from kvpatch.peer.unstated_blocks import DeclaredGeometry, declared_geometry
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -91,40 +91,6 @@ def test_blocks_too_small_for_tiles_are_by_column(own: KeyOrder, declared: KeyOr
     assert keys_of(decided(own, peer_of_two_bytes(16), declared=declared)).tile is None
 
 
-@pytest.mark.parametrize("own", [ROWS, COLUMNS])
-def test_other_types_of_two_bytes_are_by_column(own: KeyOrder) -> None:
-    """float16, which no kernel tiles."""
-    found = decided(own, peer_of_two_bytes(), declared=TILES, tiles_on_amx=False)
-
-    assert keys_of(found).tile is None
-
-
-@pytest.mark.parametrize("own", [ROWS, COLUMNS, TILES])
-def test_a_wrong_declaration_is_refused_where_p_says_otherwise(own: KeyOrder) -> None:
-    found = decided(own, peer_of_two_bytes(), stated=TILES, declared=COLUMNS)
-
-    assert isinstance(found, Refuse)
-    assert "KVPATCH_PEER_KEYS declares columns and P has keys in tiles" in str(found.error)
-
-
-def test_a_peer_with_rows_is_read_into_tiles() -> None:
-    theirs = peer_of_two_bytes(attn_backend_name="FLASH_ATTN")
-    accepted = replace(named(backend="CPU_ATTN"), backend="FLASH_ATTN")
-    cache = of_two_bytes(TILES, backend="CPU_ATTN", backends=frozenset({"CPU_ATTN"}))
-
-    found = decide(cache, replace(theirs, named=accepted), NEWEST)
-
-    assert keys_of(found).tile is None
-    assert all(plane.tile is not None for plane in cache.planes)
-
-
-def test_words() -> None:
-    assert {word_of(order): order for order in (COLUMNS, TILES)} == BY_WORD
-    assert word_of(ROWS) is None
-    assert order_of("tiles") is TILES
-    assert order_of("rhombs") is order_of(3) is order_of(None) is None
-
-
 @pytest.mark.parametrize("word", ["tiles", "Columns"])
 def test_the_setting(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     assert declared_geometry().keys is None
@@ -138,14 +104,6 @@ def test_a_setting_of_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(SettingsError, match="is not one of columns, tiles"):
         declared_geometry()
-
-
-@pytest.mark.parametrize("own", [COLUMNS, TILES])
-def test_rows_of_another_backend_are_in_no_tiles(own: KeyOrder) -> None:
-    """Whose hash nobody compared: what is declared is of CPUs, and vLLM reorders the rows."""
-    rows = replace(peer_of_two_bytes(32), backend="FLASH_ATTN")
-
-    assert isinstance(decided(own, rows, declared=TILES, backend="CPU_ATTN"), Stock)
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,6 @@ def test_a_worker_names_each_of_them_once() -> None:
     assert stale_blocks.name_requests(one, {2}) == {2}
 
 
-def test_a_worker_without_a_reader_names_none() -> None:
-    blocks = {1}
-    found = stale_blocks.name_requests(SimpleNamespace(connector_worker=SimpleNamespace()), blocks)
-    assert found is blocks
-
-
 def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
     """As several workers' sets are joined, with blocks of a transfer of another request."""
     scheduler, found = core(a=WAITING, b=WAITING), output({10, 11, 20} | {"a"})

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from kvpatch.checks.holds.grants import GrantedHolds, Hold, read_hold
 from kvpatch.checks.tables import (
-    TABLE_BYTES,
-    WORD_BYTES,
     generation_of,
     is_still_to_come,
-    word_address,
 )
 from kvpatch.core.errors import ReadRefused
 from kvpatch.load.read_request import HOLD, stated_for_checks
@@ -66,14 +63,6 @@ def test_what_a_newer_kvpatch_says_is_not_looked_at():
     assert read_hold("2/whatever it may be") is None
     assert stated_for_checks({}) == {}
     assert stated_for_checks({HOLD: ""}) == {}  # of a typed proxy, for what P did not send
-
-
-@given(GENERATIONS, ADDRESSES)
-def test_a_word_lies_in_its_table(generation, table):
-    address = word_address(table, generation)
-    assert table <= address <= table + TABLE_BYTES - WORD_BYTES
-    assert (address - table) % WORD_BYTES == 0
-    assert 0 < address < 2**64
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))

@@ -215,28 +215,6 @@ def test_what_the_release_alone_reads_is_not_shared_out(
 
 
 @pytest.mark.parametrize(
-    ("division", "words"),
-    [
-        (StateDivision((SharedState(8, (Part(8),)),), reason=""), ""),
-        (StateDivision((SharedState(8, (Part(8, is_copied=True),)),), reason=""), "has whole"),
-        (StateDivision(reason="2 states of STRANGE are none"), "STRANGE"),
-    ],
-)
-def test_states_that_the_release_alone_reads_from_other_ranks(
-    division: StateDivision, words: str
-) -> None:
-    """It takes every part of a state for shared out (vLLM #55208)."""
-    local = UnreadCache(16, 1, "BLHNC", "", divisions=lambda: {"a": division})
-    peer = UncheckedMetadata("p", 1, 16, "BLHNC")
-
-    assert decide(local, peer, FACTS["0.33.0"]) == Stock()
-    decided = decide(local, replace(peer, tp_size=2), FACTS["0.33.0"])
-    assert isinstance(decided, Refuse) is bool(words)
-    if isinstance(decided, Refuse):
-        assert words in decided.reason
-
-
-@pytest.mark.parametrize(
     ("ranks", "stated", "is_refused"),
     [
         (1, (96, 320), False),
@@ -262,11 +240,6 @@ def test_states_of_other_types_are_not_left_to_the_release(
     assert isinstance(decided, Refuse if is_refused else Stock)
     if isinstance(decided, Refuse):
         assert f"its recurrent states take {stated} bytes" in decided.reason
-
-
-@pytest.mark.parametrize("found", [worker(FLASH, SLOTS, "nvfp4"), worker(FLASH, RING)])
-def test_latents_of_any_kind_are_whole_on_each_rank(found: ReleaseWorker) -> None:
-    assert _decided(found, (1, 2), has_heads=False) == Stock()
 
 
 def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:

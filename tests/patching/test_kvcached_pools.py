@@ -146,11 +146,11 @@ class TestPools:
     def test_that_kvcached_has_marked_are_its_own(self):
         _check(self._marked(), KEYS_FIRST)
 
-    def test_a_tensor_that_lies_elsewhere_than_its_mark_is_refused(self):
+    @pytest.mark.parametrize("marked", [slice(1, None), slice(-1)], ids=["before", "behind"])
+    def test_a_tensor_that_lies_elsewhere_than_its_mark_is_refused(self, marked):
         tensors = self._marked()
         mark = tensors["layers.1"]._kvcached_block_copy_view
-        tensors["layers.1"] = torch.zeros_like(tensors["layers.1"])
-        tensors["layers.1"]._kvcached_block_copy_view = mark
+        tensors["layers.1"]._kvcached_block_copy_view = mark[marked]
 
         with pytest.raises(RegistrationRefused, match=r"layers\.1 says that it lies in kvcached's"):
             _check(tensors, KEYS_FIRST)

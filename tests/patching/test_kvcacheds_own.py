@@ -122,20 +122,6 @@ def test_theirs_later_is_put_aside_and_put_back(world):
     assert world.answers() == THEIRS
 
 
-def test_theirs_again_is_put_aside_again(world):
-    world.apply_theirs()
-    ledger = Ledger()
-    ledger.apply("p", SITES, supersede=True)
-    ledger.supersede("s")
-
-    world.apply_theirs()
-    ledger.supersede("s")
-
-    assert world.answers() == OURS
-    ledger.undo()
-    assert world.answers() == THEIRS
-
-
 def test_enabled_again_ours_are_in_front_again(world):
     ledger = Ledger()
     for _ in range(2):
@@ -152,15 +138,6 @@ def test_without_their_original_it_is_refused(world):
 
     with pytest.raises(SiteDrifted, match="expected parameters"):
         Ledger().apply("p", {REGISTER: _ours}, supersede=True)
-
-
-def test_it_stays_where_kvpatch_does_not_do_its_part(world):
-    world.apply_theirs()
-
-    with pytest.raises(SiteDrifted, match="expected parameters"):
-        Ledger().apply("p", {REGISTER: _ours})
-
-    assert world.answers() == THEIRS
 
 
 def test_somebody_elses_replacement_is_not_taken_for_theirs(world):

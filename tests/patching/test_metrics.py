@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
 from kvpatch.core.errors import PeerRefused, ReadRefused, RegistrationRefused
-from kvpatch.core.releases import FACTS
-from kvpatch.host_buffer.host_block_table import HostBlockTable
-from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.observe import book as payload
 from kvpatch.observe.book import _MOST, _MOST_LOADS, Book, Sample
 from kvpatch.observe.catalogue import (
     HELD,
     LOADS,
     METRICS,
-    POOL_BYTES,
     POOL_USED_BYTES,
-    POOL_WAITING,
     POOL_WAITS,
     READS,
     CheckResult,
@@ -29,8 +23,7 @@ from kvpatch.observe.catalogue import (
 )
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.telemetry import Telemetry, sum_of
+from kvpatch.transfer.telemetry import Telemetry
 
 pytestmark = pytest.mark.patching
 
@@ -99,20 +92,6 @@ class TestBook:
             (HELD.name, "unproven", 1),
         ]
 
-    def test_loads_are_told_apart_by_what_the_release_says_or_we_know(self) -> None:
-        book = Book()
-        book.fail("c")
-
-        book.report({"a", "b", "c"}, {"b"})
-        book.report({"c", "d"})
-        book.report(())
-
-        assert sorted(sample for sample in book.take() if sample.name == LOADS.name) == [
-            (LOADS.name, "failed", 2),
-            (LOADS.name, "received", 1),
-            (LOADS.name, "received", 2),
-        ]
-
     def test_a_load_that_failed_is_told_when_it_is_reported(self) -> None:
         """With a read of it still going on others are reported before it."""
         book = Book()
@@ -172,76 +151,14 @@ class TestPayload:
             ["kvpatch_read_seconds", "staged", pytest.approx(1e-5)],
         ]
 
-    def test_what_is_not_ours_is_the_releases_own_read(self) -> None:
-        stats = _Stats()
-        payload.count_read(stats, SimpleNamespace(xferDuration=10, totalBytes=64))
-
-        assert {label for _, label, _ in payload.samples_of(stats.data)} == {"stock"}
-
-    def test_the_releases_own_is_left(self) -> None:
-        data = {"bytes_transferred": [5], payload.NAME: [["kvpatch_reads", "stock", 1]]}
-
-        assert payload.without(data) == {"bytes_transferred": [5]}
-        assert payload.samples_of({"bytes_transferred": [5]}) == []
-
-    def test_a_transfer_of_the_releases_that_we_watch_is_its_own_read(self) -> None:
-        stats = _Stats()
-        payload.count_read(stats, Telemetry())
-
-        assert {label for _, label, _ in payload.samples_of(stats.data)} == {"stock"}
-
-    def test_a_read_from_several_ranks_came_by_one_way(self) -> None:
-        assert sum_of([Telemetry(way="direct"), Telemetry(way="staged")]).way == "direct"
-        assert sum_of([SimpleNamespace(**vars(Telemetry()))]).way == ""
-
-
-class _Pool:
-    size_bytes, taken_bytes, waiting, waits = 100, 0, 0, 0
-
 
 class TestWhatIsShown:
-    def test_a_pool_is_told_when_it_changes(self) -> None:
-        book, pool = Book(), _Pool()
-
-        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
-        assert book.take() == [
-            (POOL_BYTES.name, "1", 100),
-            (POOL_USED_BYTES.name, "1", 0),
-            (POOL_WAITING.name, "1", 0),
-        ]
-        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
-        assert book.take() == []
-        pool.taken_bytes, pool.waits = 40, 3
-        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
-        assert book.take() == [(POOL_USED_BYTES.name, "1", 40), (POOL_WAITS.name, "", 3)]
-
     def test_a_counter_that_is_lower_began_anew(self) -> None:
         book = Book()
         for waits in (0, 5, 5, 2, 3):
             book.show(POOL_WAITS, waits)
 
         assert [value for _, _, value in book.take()] == [5, 2, 1]
-
-    def test_host_blocks(self) -> None:
-        buffer = HostBufferScheduler(FACTS["0.33.0"])
-        buffer.tell()
-        assert buffer.book.take() == [], "nobody knows how many there are"
-        table = buffer._table = HostBlockTable(4)
-        table.reserve("a", 3)
-        table.save("a", [7])
-        table.reserve("b", 2)
-
-        buffer.tell()
-        told = buffer.book.take()
-        buffer.tell()
-
-        assert [(label, value) for _, label, value in told] == [
-            ("all", 4),
-            ("reserved", 3),
-            ("filled", 1),
-            ("", 1),
-        ]
-        assert buffer.book.take() == []
 
 
 _KINDS = {Counter: Counter, Gauge: Gauge}

@@ -6,7 +6,6 @@ texts in P's answers, of notifications. The lab plays the parameters at real sch
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +23,6 @@ from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, GENERATIONS
 from kvpatch.guard.transfer_params import RequestLimits, checked
 from kvpatch.load.stated_prompt import FIELD, read_prompt
-from kvpatch.patches import handshake_listener
 from kvpatch.peer import interpreter, stated_words
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.interpreter import HOST, Interpretation
@@ -192,47 +189,3 @@ def test_what_peers_notify_an_engine_of(messages: list[bytes]) -> None:
 
     assert {*counts} <= {"known"}
     assert all(message in understood["d"] for message in messages if message in _READS)
-
-
-def test_what_comes_at_the_side_channels_listener() -> None:
-    """The installed release's own listener: it answers a good question behind each odd one."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
-        NixlBaseConnectorScheduler,
-    )
-
-    good, port = question_for(installed_facts().question, 0), _free_port()
-    ready, stop = threading.Event(), threading.Event()
-    listener = threading.Thread(
-        target=handshake_listener._listen,
-        args=(NixlBaseConnectorScheduler._nixl_handshake_listener, None, {(0, 0): b"answer"}),
-        kwargs={"ready_event": ready, "stop_event": stop, "host": HOST, "port": port},
-        daemon=True,
-    )
-    listener.start()
-    assert ready.wait(60)
-
-    @settings(_fuzzed, max_examples=30)
-    @example([b"", _DEEP])
-    @example([b"", msgspec.msgpack.encode((b"get_meta_msg", [], {}))])
-    @given(st.lists(_edited([good]) | st.binary(max_size=20), min_size=1, max_size=3))
-    def ask(frames: list[bytes]) -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-            asking.linger = 0
-            asking.connect(f"tcp://{HOST}:{port}")
-            asking.send_multipart(frames)
-            for _ in range(600):  # a listener that begins anew has lost what it was sent
-                asking.send_multipart((b"", good))
-                if asking.poll(200):
-                    break
-            assert listener.is_alive(), frames
-
-    ask()
-    stop.set()
-    listener.join(60)
-    assert not listener.is_alive()
-
-
-def _free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as found:
-        port: int = found.bind_to_random_port(f"tcp://{HOST}")
-        return port

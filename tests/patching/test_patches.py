@@ -87,12 +87,6 @@ class TestArrangement:
         assert arrangement(cache.planes) == expected
         assert is_split_inside(cache) is split
 
-    def test_hnd_strides_do_not_matter(self):
-        hnd = torch.zeros(BLOCKS, 2, HEADS, TOKENS, CHANNELS).permute(0, 1, 3, 2, 4)
-        (cache,) = _read({"a": hnd}, BLOCKS_FIRST).values()
-
-        assert arrangement(cache.planes) == "together"
-
     @pytest.mark.parametrize(
         ("tensor", "order", "expected", "found"),
         [
@@ -118,18 +112,6 @@ class TestRows:
         return cross_layer_blocks_of(
             tensors, _read(tensors, BLOCKS_FIRST), places_of(groups or (tensors,))
         )
-
-    def test_are_one_pool_of_all_layers(self):
-        pool = self._pool()
-
-        row = self._row({f"layers.{n}": pool[:, n] for n in range(LAYERS)})
-
-        assert (row.address, row.blocks, row.block_bytes) == (
-            pool.data_ptr(),
-            BLOCKS,
-            LAYERS * 2 * BLOCK * 4,
-        )
-        assert row.axes == ("kv", "token", "head", "channel")
 
     def test_a_tensor_of_another_pool_is_refused(self):
         tensors = {"layers.0": self._pool()[:, 0], "layers.1": self._pool()[:, 1]}
@@ -158,34 +140,12 @@ class TestRows:
         with pytest.raises(RegistrationRefused, match="expected it in one of"):
             self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 0]})
 
-    def test_layers_of_two_groups_have_one_place(self):
-        pool = self._pool(2)
-        names = [f"layers.{n}" for n in range(4)]
-        tensors = {name: pool[:, n // 2] for n, name in enumerate(names)}
-
-        row = self._row(tensors, names[::2], names[1::2])
-
-        assert row.layers == ("layers.0", "layers.2")
-        assert row.block_bytes == 2 * 2 * BLOCK * 4
-
     def test_layers_of_two_groups_elsewhere_are_refused(self):
         pool = self._pool(2)
         tensors = {f"layers.{n}": pool[:, n // 2] for n in range(4)}
 
         with pytest.raises(RegistrationRefused, match=r"layers\.0 and layers\.2, of two attention"):
             self._row(tensors, ["layers.0", "layers.1"], ["layers.2", "layers.3"])
-
-    def test_layers_of_two_groups_in_unlike_shapes_have_one_place(self):
-        """Gemma: more heads and fewer tokens in one group, of the same bytes."""
-        pool = self._pool(1)
-        other = pool.view(BLOCKS, 1, 2, TOKENS // 2, 2 * HEADS, CHANNELS)
-
-        row = self._row(
-            {"layers.0": pool[:, 0], "layers.1": other[:, 0]}, ["layers.0"], ["layers.1"]
-        )
-
-        assert row.layers == ("layers.0",)
-        assert row.block_bytes == pool[0].nbytes
 
     def test_layers_of_two_groups_in_unlike_bytes_are_refused(self):
         pool = self._pool(1)

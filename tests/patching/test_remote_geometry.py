@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpatch.core.errors import PeerRefused, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.core.releases import FACTS
@@ -42,7 +40,6 @@ from .release_workers import reading, worker_of
 pytestmark = pytest.mark.patching
 
 HEADS, CHANNELS, ITEM = 4, 8, 4
-_FACTS = FACTS["0.10.0"]
 NEWEST = FACTS["0.33.0"]
 #: Regions of two layers, by layout.
 _COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 1}
@@ -155,33 +152,6 @@ def test_a_statement_of_no_meaning_is_refused(changes):
         _stated(**changes)
 
 
-_JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 70), 1 << 70),
-    st.floats(),
-    st.text(max_size=5),
-    st.lists(st.integers(-(1 << 66), 1 << 66), max_size=4),
-)
-
-
-@given(st.sampled_from(sorted(vars(_metadata()))), _JUNK)
-def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, value):
-    _, ours = ours_of()
-    try:
-        peer = _stated(**{name: value})
-        if is_compatible(ours, peer):
-            return
-        planes = [plane for region in peer_regions(ours, peer) for plane in region]
-    except PeerRefused:
-        return
-    for plane in planes:
-        start, end = plane.span()
-        region = max(a for a in peer.addresses if a <= start)
-        stride = peer.stride_bytes[peer.addresses.index(region)]
-        assert end <= region + peer.blocks * stride
-
-
 def test_a_refusal_has_both_geometries_and_what_helps():
     _, ours = ours_of()
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
@@ -275,12 +245,6 @@ class TestNamedLayouts:
         regions = regions_of("LHBNC")
         with pytest.raises(PeerRefused, match="one model"):
             peer_regions(ours, _stated(**regions, region_names=["a"] * 3 + ["b"] * 5))
-
-    @pytest.mark.parametrize("layout", ["NHD", "XYZ", None])
-    def test_an_unknown_layout_is_refused(self, layout):
-        _, ours = ours_of()
-        with pytest.raises(PeerRefused, match=f"layout {layout}"):
-            peer_regions(ours, _stated(kv_cache_layout=layout))
 
     @pytest.mark.parametrize(
         ("stated", "regions"),
@@ -406,25 +370,6 @@ class TestNamedLayouts:
             _view(_metadata(), peer, ours_of()[1], (3 * row,))
 
 
-def test_another_backend_is_refused_where_the_geometry_differs():
-    _, ours = ours_of()
-    with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
-        is_compatible(ours, _stated(attn_backend_name="FLASHINFER"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "alike"),
-    [
-        ({"block_tokens": 16}, True),
-        ({"block_tokens": 64}, False),
-        ({"block_tokens": 16, "kv_cache_layout": "LBNHC"}, False),
-    ],
-)
-def test_like_peers_are_told_from_unlike_ones(changes, alike):
-    _, ours = ours_of()
-    assert is_compatible(ours, _stated(**changes)) is alike
-
-
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
     _, ours = ours_of(block_tokens=48)
     peer = _stated(block_tokens=64, blocks=7)
@@ -471,13 +416,6 @@ def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
     check_descriptors(SimpleNamespace(), NEWEST, _metadata(blocks=1 << 10))
 
 
-def test_a_peer_smaller_than_a_block_of_ours_is_refused():
-    _, ours = ours_of(block_tokens=128)
-    peer = _stated(block_tokens=16, blocks=3)
-    with pytest.raises(PeerRefused, match="more KV cache"):
-        _view(_metadata(), peer, ours, block_bytes_as_ours(ours, peer))
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "expected"), [(0, 1, (0, 4)), (1, 2, (2, 2)), (5, 8, (2, 1))]
 )
@@ -492,38 +430,6 @@ def _completed(ours, stated):
 def _to_0110(ours, **changes):
     stated = replace(_stated(**changes), block_tokens=None, kernel_blocks_per_block=None)
     return _completed(ours, stated)
-
-
-@pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
-def test_an_unstated_block_size_follows_from_the_bytes_and_is_open(block_tokens, alike):
-    _, ours = ours_of(block_tokens=16)
-    found = _to_0110(ours, block_tokens=block_tokens)
-
-    assert found.is_open, "its items may be of another size"
-    assert found.peer.block_tokens == block_tokens
-    assert is_compatible(ours, found.peer) is alike
-
-
-def test_a_declared_block_size_is_checked(monkeypatch):
-    _, ours = ours_of(block_tokens=16)
-    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "64")
-    assert not _to_0110(ours, block_tokens=64).is_open
-    with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
-        _to_0110(ours, block_tokens=32)
-    stated = _stated(block_tokens=32, physical_blocks_per_logical_kv_block=2)
-    assert _completed(ours, stated).peer == stated
-    with pytest.raises(PeerRefused, match="comes to blocks of 32"):
-        _completed(ours, replace(stated, kernel_blocks_per_block=1))
-
-
-def test_a_declared_layout_is_checked(monkeypatch):
-    _, ours = ours_of(block_tokens=16)
-    assert _to_0110(ours, kv_cache_layout=None).peer.layout is None
-    monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
-    assert _to_0110(ours, kv_cache_layout=None).peer.layout == "NHD"
-    assert _completed(ours, _stated(kv_cache_layout="NHD")).peer
-    with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
-        _completed(ours, _stated(kv_cache_layout="HND"))
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
@@ -541,22 +447,6 @@ def test_an_unstated_layout_is_open_where_there_are_heads_and_tokens():
     assert not unstated.has_open_layout(ours, replace(peer, layout="HND"))
     assert not unstated.has_open_layout(ours, replace(peer, tp_size=ours.total_heads))
     assert not unstated.has_open_layout(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
-
-
-def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
-    _, ours = ours_of(block_tokens=16)
-    assert not is_compatible(ours, _stated(block_tokens=16, physical_blocks_per_logical_kv_block=2))
-
-
-def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
-    _, ours = ours_of(block_tokens=16)
-    stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
-    with pytest.raises(PeerRefused, match="may cut blocks"):
-        is_compatible(ours, stated)
-    whole = replace(ours, kernel_sizes=KernelBlockSizes(((),), ((16,),)))
-    found = _completed(whole, stated)
-    assert not found.is_open and found.peer.kernel_blocks_per_block == 1
-    assert not is_compatible(whole, found.peer)
 
 
 @pytest.mark.parametrize(
@@ -588,18 +478,6 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
     with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
         _completed(cut, stated)
-
-
-def test_two_byte_keys_of_which_nobody_knows_how_they_lie_are_refused():
-    _, ours = ours_of(block_tokens=16)
-    by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
-    assert not is_compatible(by_column, _stated(block_tokens=64)), "4 bytes an item: no AMX"
-    halves = dict(ours.layers)
-    for name, cache in ours.layers.items():
-        planes = tuple(replace(p, item_bytes=2) for p in cache.planes)
-        halves[name] = replace(cache, planes=planes)
-    with pytest.raises(PeerRefused, match="AMX"):
-        is_compatible(replace(by_column, layers=halves), _stated(block_tokens=64))
 
 
 class TestRequests:

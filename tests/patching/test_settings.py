@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from kvpatch.core import settings
 from kvpatch.core.errors import SettingsError
-from kvpatch.tools import doctor
 from kvpatch.tools.cli import app
 
 pytestmark = pytest.mark.patching
@@ -72,13 +71,6 @@ def test_a_key_is_what_the_command_has_written(monkeypatch, tmp_path):
         settings.side_channel_key()
 
 
-def test_the_host_buffer_is_on_where_it_is_needed_and_has_4_gib(monkeypatch):
-    assert settings.host_buffer_bytes() == 4 * 2**30
-    for value in ("always", "never", "auto"):
-        monkeypatch.setenv("KVPATCH_HOST_BUFFER", value)
-        assert settings.host_buffer() == value
-
-
 def test_a_variable_that_nobody_reads_is_named_with_the_nearest_real_one(monkeypatch):
     assert settings.complaints(()) == []
     for name in (*SIZES, *CHOICES):
@@ -87,14 +79,3 @@ def test_a_variable_that_nobody_reads_is_named_with_the_nearest_real_one(monkeyp
     monkeypatch.setenv("KVPATCH_HOST_BUFER_BYTES", "1")
     (complaint,) = settings.complaints(())
     assert complaint.endswith("did you mean KVPATCH_HOST_BUFFER_BYTES?")
-
-
-def test_doctor_shows_the_host_buffers_settings(monkeypatch):
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER", "always")
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "1048576")
-    shown = doctor.settings_in_use()
-    assert shown["KVPATCH_HOST_BUFFER"] == "always"
-    assert shown["KVPATCH_HOST_BUFFER_BYTES"].startswith("1048576 ")
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "many")
-    with pytest.raises(SettingsError, match="KVPATCH_HOST_BUFFER_BYTES='many'"):
-        doctor.settings_in_use()

@@ -43,13 +43,6 @@ def _decided(rows: SharedRows, ranks: tuple[int, int], regions: tuple[Region, ..
     return found.reason if isinstance(found, Refuse) else ""
 
 
-@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
-def test_equal_rows_of_shared_heads_are_the_releases(ranks: tuple[int, int]) -> None:
-    rows = _rows(2)
-
-    assert _decided(rows, ranks, rows.regions) == ""
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -67,15 +60,6 @@ def test_unlike_rows_of_shared_heads_are_refused(
     assert _OVERLAY in _decided(rows, (2, 4), other(rows.regions))
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_heads_shared_out(ranks: tuple[int, int]) -> None:
-    """Of one attention layer no page is copied over another; of two they are."""
-    one, two = _rows(1, heads=4), _rows(2, heads=4)
-
-    assert _decided(one, ranks, one.regions) == ""
-    assert _OVERLAY in _decided(two, ranks, two.regions)
-
-
 def test_rings_in_the_region_of_heads() -> None:
     heads = Page("heads", 0, Region(0, _HEADS), Holder.HEADS)
     short, long = (Page("ring", 1, Region(0, size), Holder.RING) for size in (_RING, 60))
@@ -86,22 +70,6 @@ def test_rings_in_the_region_of_heads() -> None:
     assert "reads a share where P has more ranks" in _decided(
         replace(rows, pages=(heads, long)), (2, 1)
     )
-
-
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 4)])
-def test_what_is_copied_short(ranks: tuple[int, int]) -> None:
-    """Between engines alike, too: of a whole state as much as a summary has (0.30, 0.31)."""
-    rows = _rows(2)
-    state = Page("ple", 3, Region(0, 30), Holder.WHOLE_STATE)
-    with_state = replace(rows, pages=(*rows.pages, state))
-    long = replace(rows, pages=(*rows.pages, Page("long", 2, Region(0, 21), Holder.RING)))
-
-    told = _decided(with_state, ranks, rows.regions)
-    assert (
-        f"the state of layer ple has 30 bytes in a block, and this vLLM copies {_SUMMARY}" in told
-    )
-    assert _decided(replace(with_state, state_bytes=30), ranks, rows.regions) == ""
-    assert "layer long has 21 bytes in a block" in _decided(long, ranks, rows.regions)
 
 
 def test_rings_without_states_are_read_by_all_regions() -> None:

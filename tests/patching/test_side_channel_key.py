@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from kvpatch.core.errors import PeerRefused, SettingsError
-from kvpatch.core.settings import SIDE_CHANNEL_KEY, SIDE_CHANNEL_PLAIN
+from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.patches.side_channel_key import PATCH
 from kvpatch.peer import side_channel_key
 from kvpatch.peer.side_channel_key import side_channel_socket
-from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
+from tests.strangers import FIRST_BYTES, sent_of_a_large_frame
 
 pytestmark = pytest.mark.patching
 
@@ -68,26 +68,12 @@ class Listener:
                     listening.send_multipart((who, b"", b"answer"))
 
 
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    with Listener() as opened:
-        yield opened
-
-
 def asked(port: int) -> bytes:
     with side_channel_socket(zmq.REQ, f"tcp://127.0.0.1:{port}") as asking:
         asking.send(b"good")
         assert asking.poll(_PATIENCE_MS)
         found: bytes = asking.recv()
         return found
-
-
-def test_no_stranger_is_heard_and_none_ends_it(listener: Listener) -> None:
-    for name, sent in FIRST_BYTES.items():
-        found = answer_to(listener.port, sent)
-        assert b"answer" not in found and len(found) <= 64, (name, found)
-        assert asked(listener.port) == b"answer", name
-    assert listener.asked == [b"good"] * len(FIRST_BYTES)
 
 
 @pytest.mark.parametrize("bounded", [True, False])
@@ -174,16 +160,6 @@ def test_a_rotated_key_is_another_one_until_p_starts_anew(key: Path) -> None:
             asked(listener.port)
     with Listener() as listener:
         assert asked(listener.port) == b"answer"
-
-
-def test_while_it_is_rolled_out_who_has_no_key_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SIDE_CHANNEL_PLAIN, "true")
-    with Listener() as listener:
-        assert asked(listener.port) == b"answer"
-        monkeypatch.delenv(SIDE_CHANNEL_KEY)
-        assert asked(listener.port) == b"answer"
-        # Nor does a stranger's frame grow its memory before all have the key.
-        assert sent_of_a_large_frame(listener.port, _MOST) < _MOST
 
 
 def test_a_pyzmq_without_curve_is_named_when_the_patch_is_applied(

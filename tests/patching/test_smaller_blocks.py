@@ -16,7 +16,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.smaller_blocks import Blocks, why_misread
 from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
-from kvpatch.peer.decision import Decision, Refuse, Stock, decide
+from kvpatch.peer.decision import Decision, Refuse, decide
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
 
@@ -126,19 +126,6 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
     return found
 
 
-def test_blocks_before_a_prefix_hit_are_left_out() -> None:
-    meta = _meta([1, 2], [10, 11, 12, 13, 14], 150)
-    mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
-    assert meta.remote.block_ids == [[12, 13, 14]]
-
-
-@pytest.mark.parametrize("tokens", [150, None])
-def test_without_a_hit_a_request_stays_as_it_is(tokens: int | None) -> None:
-    meta = _meta([1, 2, 3], [10, 11, 12, 13, 14], tokens)
-    mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
-    assert meta.remote.block_ids == [[10, 11, 12, 13, 14]]
-
-
 def test_without_a_token_count_a_hit_may_be_anywhere() -> None:
     meta = _meta([1], [10, 11], None)  # 97 to 192 tokens, in blocks of 64 two or three
     with pytest.raises(ReadRefused, match="ENABLE_KVPATCH"):
@@ -164,28 +151,6 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
 
 
 # --- a peer ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("release", "tokens", "worker", "refused"),
-    [
-        ("0.31.0", 16, {}, "zeroes all of a prompt's last block"),
-        ("0.31.0", 64, {"use_mla": False}, ""),
-        ("0.31.0", 16, {"use_mla": False}, "puts heads in wrong places"),
-        ("0.32.0", 16, {"use_mla": False}, ""),
-    ],
-)
-def test_a_peer_is_refused_where_every_request_would_be_wrong(
-    release: str, tokens: int, worker: dict[str, Any], refused: str
-) -> None:
-    found = SimpleNamespace(**vars(_worker()) | worker)
-
-    decided = _decided(found, KeyOrder.ROW_MAJOR, tokens, release)
-
-    if not refused:
-        assert decided == Stock()
-    else:
-        assert isinstance(decided, Refuse) and refused in decided.reason
 
 
 def test_keys_by_column_are_never_read_as_rows() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import zmq
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
@@ -27,16 +24,13 @@ from kvpatch.peer.stated_words import (
     SideChannels,
     check_contents,
     contents_of,
-    lack_kvpatch,
     stated_blocks,
     with_names,
     with_stated_words,
-    words_of,
 )
 from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
 
 from .release_workers import worker_of
-from .test_decision import local
 
 pytestmark = pytest.mark.patching
 
@@ -110,44 +104,6 @@ def test_words_are_names_more_which_a_release_lets_go_of() -> None:
     assert msgspec.msgpack.decode(encoded, type=Stated) == Stated("p", [2])
 
 
-def test_a_worker_writes_what_it_has_to_say() -> None:
-    class Worker(type(_worker())):  # type: ignore[misc]
-        tiles_on_amx = False
-
-    def stated(worker: Any) -> Stated:
-        found = Stated("p")
-        write_message(found, {WORDS: words_of(Worker(worker.worker, worker.facts), None)})
-        return found
-
-    of_hybrid = with_stated_words({0: stated(_worker(*_HYBRID))})[0]
-    assert vars(of_hybrid)[CONTENTS] == "states of bfloat16,float32"
-    plain = stated(_worker(object()))
-    assert with_stated_words({0: plain})[0] is plain
-    assert not lack_kvpatch({0: plain}), "no words are words too"
-    assert lack_kvpatch({0: plain, 1: Stated("p")})
-
-
-def _geometry(**changes: Any) -> Any:
-    return local(block_tokens=64, kernel_blocks_per_block=2, dtype="fp8_e4m3", **changes).geometry
-
-
-def _untiled(release: str) -> Any:
-    class Worker(type(_worker())):  # type: ignore[misc]
-        tiles_on_amx = False
-
-    found = worker_of(release, _layer_specs={})
-    return Worker(found.worker, found.facts)
-
-
-def test_old_releases_state_what_a_block_is() -> None:
-    plain = _untiled("0.20.2")
-    assert words_of(plain, _geometry()) == {BLOCKS: "128/64", DTYPE: "fp8_e4m3"}
-    assert words_of(plain, None) == {}, "nobody reads into what it has registered"
-    assert words_of(_untiled("0.21.0"), _geometry()) == {}, "the handshake says it"
-    oldest = words_of(_untiled("0.10.0"), _geometry(inner_layout="NHD"))
-    assert oldest == {BLOCKS: "128/64", DTYPE: "fp8_e4m3", LAYOUT: "NHD"}
-
-
 def test_a_struct_of_an_old_release_takes_names_more() -> None:
     class Struct(msgspec.Struct, omit_defaults=True, dict=True):  # type: ignore[call-arg]
         engine_id: str
@@ -182,49 +138,6 @@ def test_what_a_peer_states_of_its_blocks(words: dict[str, object], expected: ob
 def test_blocks_that_cannot_be_are_refused(blocks: object) -> None:
     with pytest.raises(PeerRefused, match="its kvpatch states blocks of"):
         stated_blocks({BLOCKS: blocks})
-
-
-@pytest.fixture
-def answering() -> Iterator[dict[str, Any]]:
-    """A listener, and what it answers."""
-    context: zmq.Context[Any] = zmq.Context()
-    socket = context.socket(zmq.REP)
-    answer: dict[str, Any] = {"port": socket.bind_to_random_port("tcp://127.0.0.1")}
-
-    def serve() -> None:
-        while not answer.get("over") and socket.poll(50) is not None:
-            if socket.poll(50):
-                socket.recv()
-                socket.send(answer["payload"])
-
-    thread = Thread(target=serve)
-    thread.start()
-    yield answer
-    answer["over"] = True
-    thread.join()
-    context.destroy(linger=0)
-
-
-@pytest.mark.parametrize(
-    ("payload", "word"),
-    [
-        (msgspec.msgpack.encode({CONTENTS: "states of float16"}), "states of float16"),
-        (msgspec.msgpack.encode({"engine_id": "p"}), None),
-        (msgspec.msgpack.encode(7), None),
-        (b"\xc1", None),
-    ],
-)
-def test_a_word_is_asked_for_where_p_answers(
-    answering: dict[str, Any], payload: bytes, word: object
-) -> None:
-    answering["payload"] = payload
-    channels, facts = SideChannels(), FACTS[_RELEASE]
-    assert channels.words("p", 0, facts) == {}, "nobody has said where P answers"
-    channels.found["p"] = Address("127.0.0.1", answering["port"])
-
-    assert channels.words("p", 0, facts).get(CONTENTS) == word
-    channels.found["p"] = Address("127.0.0.1", answering["port"] - 3)
-    assert channels.words("p", 3, FACTS["0.11.0"]).get(CONTENTS) == word, "a port for each rank"
 
 
 def test_a_peer_that_nobody_reaches_is_taken_for_one_without_kvpatch(

@@ -9,14 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Comparison, compare
-from kvpatch.checks.digests.table_digests import CoveredCaches
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
@@ -177,12 +174,6 @@ def _rows(places: str) -> AgentMetadata:
 
 
 class TestAPeersPages:
-    def test_in_regions_as_large_as_its_blocks(self):
-        found = states_of_peer(_ours(), _peer())
-
-        assert found["layers.1"].pages == StatePages(50_000, 3 * 2048, 4, SIZES)
-        assert found["layers.3"].pages == StatePages(90_000, 3 * 2048, 4, SIZES)
-
     @pytest.mark.parametrize("names", [("layers.2", "layers.0"), ("layers.3", "layers.1")])
     def test_in_regions_of_another_order_by_their_names(self, names):
         """From 0.30 on; a region may be named after a layer with states."""
@@ -243,52 +234,16 @@ _NEWEST = FACTS["0.33.0"]
 class TestDivision:
     """Of 4 heads of 8 channels in all, states of 4, kernels of 4."""
 
-    @pytest.mark.parametrize("kind", ["mamba2", _Type.MAMBA2])
-    def test_mamba2_by_heads_and_groups(self, kind):
-        found = state_division(_spec(kind, (24, 3), (2, 8, 4)), 2, _MODEL, _NEWEST)
-
-        assert found.states == (
-            SharedState(3 * 2, (Part(32), Part(8), Part(8))),
-            SharedState(8 * 4 * 4, (Part(4),)),
-        )
-        assert not found.has_copies
-
-    @pytest.mark.parametrize(
-        ("ranks", "shapes"), [(1, ((40, 3), (4, 8, 4))), (2, ((24, 3), (2, 8, 4)))]
-    )
-    def test_one_group_is_on_every_rank(self, ranks, shapes):
-        found = state_division(_spec(_Type.MAMBA2, *shapes), ranks, _ONE_GROUP, _NEWEST)
-
-        assert found.states[0].parts == (Part(32), Part(4, True), Part(4, True))
-        assert found.has_copies
-        assert found.sizes_bytes(Rank(0, ranks)) == (
-            shapes[0][0] * 3 * 2,
-            shapes[1][0] * 8 * 4 * 4,
-        )
-
     def test_groups_of_one_rank_are_all_there_are(self):
         found = state_division(_spec("mamba2", (48, 3), (4, 8, 4)), 1, None, _NEWEST)
 
         assert found.states[0].parts == (Part(32), Part(8), Part(8))
-
-    def test_gated_delta_nets_by_key_heads_and_value_heads(self):
-        found = state_division(_spec(_Type.GDN_ATTN, (32, 3), (4, 4, 4)), 2, None, _NEWEST)
-
-        assert found.states == (
-            SharedState(6, (Part(16), Part(16), Part(32))),
-            SharedState(4 * 4 * 4, (Part(8),)),
-        )
 
     def test_gated_delta_nets_whatever_a_key_head_is(self):
         """vLLM divides channels of keys, and asks for no whole number of states of the other."""
         found = state_division(_spec(_Type.GDN_ATTN, (8, 3), (1, 4, 4)), 2, None, _NEWEST)
 
         assert found.states[0].parts == (Part(4), Part(4), Part(8))
-
-    def test_mamba1_by_channels(self):
-        found = state_division(_spec(_Type.MAMBA1, (16, 3), (16, 8)), 2, None, _NEWEST)
-
-        assert found.states == (SharedState(6, (Part(32),)), SharedState(32, (Part(32),)))
 
     @pytest.mark.parametrize(
         ("spec", "ranks", "model", "words"),
@@ -398,74 +353,3 @@ class TestRuns:
     def test_blocks_that_are_not_there_are_refused(self, local, remote):
         with pytest.raises(ReadRefused, match="of 4 and 5"):
             self._plan(local, remote)
-
-
-class TestDigests:
-    """Of the states of two workers, which are one request's in other blocks."""
-
-    @staticmethod
-    def _worker(block: int, rank: Rank, *, is_apart: bool) -> tuple[torch.Tensor, CoveredCaches]:
-        """Both layers' pages, one behind the other, with the request's states in one block."""
-        memory = torch.randint(0, 256, (2 * BLOCKS * PAGE_BYTES,), dtype=torch.uint8)
-        pages = memory.view(2, BLOCKS, PAGE_BYTES)
-        pages[:, block, : sum(SIZES)] = torch.arange(2 * sum(SIZES)).view(2, -1)
-        tensors: dict[str, object] = {"layers.0": torch.zeros(BLOCKS, 16, dtype=torch.uint8)}
-        states = {}
-        for layer, of_layer in zip(("layers.1", "layers.3"), pages, strict=True):
-            tensors[layer] = _apart(of_layer.reshape(-1)) if is_apart else of_layer
-            states[layer] = StatePages(of_layer.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
-        plane = Plane(
-            "layers.0", Content.KEY, tensors["layers.0"].data_ptr(),
-            Strides(16, 16, 1, 1), Counts(BLOCKS, 1, 16, 1), 1, 0, Memory("DRAM"),
-        )  # fmt: skip
-        return pages, CoveredCaches(tensors, [plane], GROUPS, states, rank)
-
-    def _compared(self, wrong: tuple[int, int] | None, ranks: tuple[Rank, Rank]) -> Comparison:
-        """What D's say of P's, with one of D's bytes another one.
-
-        Args:
-            wrong: the layer of the two, and the byte of its page.
-        """
-        (_, theirs), (pages, ours) = (
-            self._worker(block, rank, is_apart=is_apart)
-            for block, rank, is_apart in zip((4, 2), ranks, (True, False), strict=True)
-        )
-        if wrong is not None:
-            pages[wrong[0], 2, wrong[1]] ^= 1
-        of_both = (covered.states(1, block) for covered, block in ((theirs, 4), (ours, 2)))
-        (theirs,), (ours,) = (
-            [found for lot in lots for found in lot.made([(0, 1)], 16, Weights(b"seed"))]
-            for lots in of_both
-        )
-        return compare(theirs, ours)
-
-    @pytest.mark.parametrize("rank", [Rank(0, 1), Rank(1, 3)])
-    def test_the_same_bytes_are(self, rank):
-        found = self._compared(None, (rank, rank))
-        assert found.proves and found.checked == 2
-
-    @pytest.mark.parametrize("layer", [0, 1])
-    @pytest.mark.parametrize("byte", [0, SIZES[0] - 1, SIZES[0], sum(SIZES) - 1])
-    def test_any_other_byte_is_not(self, layer, byte):
-        found = self._compared((layer, byte), (Rank(0, 2), Rank(0, 2)))
-        assert [str(one) for one in found.wrong] == [
-            f"layer 'layers.{1 + 2 * layer}', its recurrent state"
-        ]
-
-    def test_some_layers_at_a_time(self, monkeypatch):
-        monkeypatch.setattr("kvpatch.checks.digests.table_digests.LOT_BYTES", sum(SIZES))
-        _, covered = self._worker(4, Rank(0, 1), is_apart=True)
-        lots = covered.states(1, 4)
-        assert [[plane.layer for plane in lot.planes] for lot in lots] == [
-            ["layers.1"],
-            ["layers.3"],
-        ]
-
-    def test_what_is_behind_them_in_a_page_is_nobodys(self):
-        assert self._compared((0, sum(SIZES)), (Rank(0, 1), Rank(0, 1))).proves
-
-    @pytest.mark.parametrize("ranks", [((0, 2), (0, 1)), ((0, 1), (0, 2)), ((1, 2), (0, 2))])
-    def test_another_ranks_are_not_compared(self, ranks):
-        theirs, ours = (Rank(*rank) for rank in ranks)
-        found = self._compared(None, (theirs, ours))
-        assert not found.wrong and found.checked == 0 and not found.proves

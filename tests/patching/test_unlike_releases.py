@@ -17,7 +17,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.decision import Read, Refuse, decide
+from kvpatch.peer.decision import Refuse, decide
 from kvpatch.peer.interpreter import HOST, Interpretation, interpreting
 from kvpatch.peer.other_releases import (
     NULLABLE,
@@ -236,21 +236,6 @@ def test_p_is_asked_in_its_own_words_and_understood_in_ours(own: str, theirs: st
     assert told[0].fields == fields(theirs)
 
 
-def test_the_listener_of_these_tests_ends_by_anothers_question() -> None:
-    """As stock's do: what must not happen, and that it would be seen."""
-    with listening("0.25.1", b"") as listener:
-        with pytest.raises(PeerRefused, match="nobody answers"):
-            _ask_briefly(listener.port, question_for("stage and rank", 0))
-        listener.thread.join(1)
-        assert not listener.thread.is_alive()
-
-
-def _ask_briefly(port: int, message: bytes) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpatch.peer.side_channel_key.ANSWER_MS", 200)
-        ask(Address(HOST, port), message)
-
-
 def test_one_that_states_our_hash_is_left_as_it_is() -> None:
     told: dict[int, Any] = {0: "something"}
     metadata = msgspec.msgpack.encode(fields("0.33.0", attn_backend_name="ANY"))
@@ -302,32 +287,6 @@ def decided(statement: Statement, **changes: Any) -> Any:
     ours = local(backend=FLASH_ATTENTION, **changes)
     peer = read_statement(statement, NEWEST, 0, 1)
     return decide(ours, peer, NEWEST)
-
-
-@pytest.mark.parametrize(
-    ("release", "shape"),
-    [
-        ("0.20.2", "keys first"),
-        ("0.22.1", "keys first"),
-        ("0.23.0", "blocks first"),
-        ("0.25.1", "blocks first"),
-        ("0.26.0", "packed"),
-        ("0.28.0", "packed"),
-    ],
-)
-def test_where_keys_and_values_lie_follows_from_the_release(release: str, shape: str) -> None:
-    found = decided(stated(release))
-
-    assert isinstance(found, Read), found
-    assert found.mapping.metadata.cache_shape == shape
-    keys, values = found.mapping.planes[:2]
-    heads, tokens, channels, item = 4, 16, 8, 4
-    half = heads * tokens * channels * item
-    apart = {"keys first": 1 << 20, "blocks first": half, "packed": channels * item}
-    assert values.address - keys.address == apart[shape]
-    row = channels * item * (2 if shape == "packed" else 1)
-    assert keys.strides_bytes.token == row
-    assert keys.strides_bytes.head == tokens * row
 
 
 @pytest.mark.parametrize(

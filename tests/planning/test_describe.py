@@ -172,23 +172,6 @@ def test_what_the_hash_tells_apart_is_refused(
     assert says in found["stock"]["reason"]
 
 
-def test_pairs_are_refused_where_their_hashes_differ(described: dict[str, Any], plan: Any) -> None:
-    base = described[_QWEN]
-    for name in ("heads", "float16", "larger", "drafts", _QWEN):
-        other = described[name]
-        _, found = plan(base, _elsewhere(other))
-        is_refused = "P and D differ in" in found["stock"]["reason"]
-        assert is_refused == (base["hash"]["digest"] != other["hash"]["digest"]), name
-    assert base["hash"]["digest"] != described["float16"]["hash"]["digest"]
-
-
-def test_a_hybrid_pair_over_unlike_ranks(described: dict[str, Any], plan: Any) -> None:
-    status, found = plan(described["ranks"], _elsewhere(described[_GRANITE]))
-
-    assert status == 1 and found["decode"].endswith("bfloat16")
-    assert "2 ranks" in found["prefill"]
-
-
 def test_a_backend_that_is_not_known_is_no_guess(described: dict[str, Any], plan: Any) -> None:
     status, output = plan(described[_MLA], described[_MLA])
 

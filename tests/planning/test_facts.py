@@ -37,39 +37,6 @@ def _model(folder: Path, **changes: Any):
 
 
 @pytest.mark.parametrize(
-    ("changes", "windows"),
-    [
-        ({}, {0}),
-        ({"sliding_window": 4096, "architectures": ["MistralForCausalLM"]}, {4096}),
-        ({"sliding_window": 4096, "use_sliding_window": False}, {0}),
-        ({"sliding_window": None}, {0}),
-    ],
-)
-def test_windows(tmp_path, changes, windows):
-    assert set(_model(tmp_path, **changes).windows) == windows
-
-
-def test_windows_by_layer(tmp_path):
-    named = _model(
-        tmp_path,
-        sliding_window=512,
-        layer_types=["sliding_attention"] * 5 + ["full_attention"],
-        num_hidden_layers=6,
-    )
-    counted = _model(tmp_path, sliding_window=512, sliding_window_pattern=6, num_hidden_layers=6)
-
-    assert named.windows == counted.windows == (512,) * 5 + (0,)
-    assert named.groups == ((0,), (1,), (2,), (3,), (4,), (5,))
-
-
-def test_a_latent_is_as_wide_as_both_of_its_parts(tmp_path):
-    names = ["DeepseekV3ForCausalLM"]
-    found = _model(tmp_path, architectures=names, kv_lora_rank=512, qk_rope_head_dim=64)
-
-    assert (found.is_mla, found.head_dim) == (True, 576)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"layer_types": ["linear_attention"] * 32},

@@ -15,7 +15,6 @@ from kvpatch.tools.verify.compare import (
     SetupComparison,
     Snapshot,
     compare,
-    first_difference,
 )
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case, build_cases, steps
@@ -148,14 +147,6 @@ def test_prefix_hits(
 ) -> None:
     first, second = (replace(_CACHE, block_ids=ids) for ids in (earlier, later))
     assert prefix_hit_blocks(first, second) == blocks
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "index"),
-    [((), (), None), ((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 3), 1), ((), (1,), 0)],
-)
-def test_first_difference(left: tuple[int, ...], right: tuple[int, ...], index: int | None) -> None:
-    assert first_difference(left, right) == index
 
 
 def test_prompts_are_what_the_run_promises() -> None:

@@ -96,32 +96,6 @@ answer |= {"known_as": process.pid, "status": process.exitcode, "our_group": os.
     assert "engine ancestor: 1 processes were forked\n" in said
 
 
-def test_an_api_server_is_one_too(tmp_path: Path) -> None:
-    """The module of the process's own path, its arguments, and its output."""
-    package = tmp_path / "vllm/entrypoints/openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "api_server.py").write_text(
-        "import json, os, sys\n"
-        "if __name__ == '__main__':\n"
-        "    print(json.dumps([sys.argv, sys.path[0], 'xml.dom.minidom' in sys.modules]))\n"
-        "    sys.exit(5)\n"
-    )
-    found, _ = _play(
-        tmp_path,
-        """
-import subprocess
-os.environ["PYTHONPATH"] = os.path.dirname(__file__) + os.pathsep + os.environ["PYTHONPATH"]
-command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", "1"]
-done = subprocess.run(command, stdout=subprocess.PIPE, cwd="/", process_group=0)
-answer = {"status": done.returncode, "said": json.loads(done.stdout)}
-""",
-    )
-    path = str(package / "api_server.py")
-    assert found == {"status": 5, "said": [[path, "--port", "1"], "/", True]}
-
-
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -148,39 +122,6 @@ answer["is_there"] = is_there(seen["pid"])
 """,
     )
     assert found == {"status": expected, "is_there": False}
-
-
-def test_a_signal_comes_once(tmp_path: Path) -> None:
-    """To the process that was started, and to its group: the fork sees each once."""
-    found, _ = _play(
-        tmp_path,
-        """
-os.setpgid(0, 0)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-process, pipe, seen = spawned("wait")
-os.kill(process.pid, signal.SIGUSR1)
-answer["to it"] = [pipe.recv(), pipe.poll(0.5)]
-os.killpg(seen["group"], signal.SIGUSR1)
-answer["to all"] = [pipe.recv(), pipe.poll(0.5)]
-process.kill()
-""",
-    )
-    assert found == {"to it": ["USR1", False], "to all": ["USR1", False]}
-
-
-def test_one_that_is_killed_before_it_asks_ends_nobody_else(tmp_path: Path) -> None:
-    found, _ = _play(
-        tmp_path,
-        """
-import socket
-asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-asking.connect(os.environ["TEST_ENGINE_ANCESTOR"])
-asking.close()
-process, pipe, answer = spawned(0)
-process.join()
-""",
-    )
-    assert found["is_shared"]
 
 
 def test_with_other_variables_it_starts_by_itself(tmp_path: Path) -> None:

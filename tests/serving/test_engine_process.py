@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.engines.run import last_exception
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools import cli
 from kvpatch.tools.verify import engine
@@ -126,11 +125,6 @@ def test_a_server_that_lost_its_port_is_started_again(
     started.stop()
 
 
-def test_ports_are_not_ones_that_the_system_hands_out() -> None:
-    first = engine.free_ports(8)
-    assert 15_000 <= first < 32_000
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "interrupted.py"
@@ -175,29 +169,6 @@ def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
     assert "ENABLE_KVPATCH" not in stock
     assert stock["OMP_NUM_THREADS"] == "7" and stock["HOME"] == "/home/me"
     assert on["ENABLE_KVPATCH"] == "true" and on["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5000"
-
-
-def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    assert last_exception(log) == ""
-    log.write_text(
-        "(Worker pid=1) ERROR [x.py:1] Traceback (most recent call last):\n"
-        "(Worker pid=1) ERROR [x.py:1]   raise PeerRefused(text)\n"
-        "(Worker pid=1) ERROR [x.py:1] kvpatch.core.errors.PeerRefused: engine 7 cannot be read\n"
-        "(APIServer pid=2) WARNING errors like OSError: [Errno 24] Too many open files\n"
-        "ERROR: nothing named\n"
-        "(APIServer pid=2) ERROR EngineDeadError: EngineCore encountered an issue.\n"
-    )
-    assert last_exception(log) == "PeerRefused: engine 7 cannot be read"
-    log.write_text("all is well\n")
-    assert last_exception(log) == ""
-
-
-def test_a_spec_has_the_last_word_in_its_environment() -> None:
-    spec = EngineSpec("nhd", "model", (), True, False, (("VLLM_KV_CACHE_LAYOUT", "NHD"),))
-    inherited = {"VLLM_KV_CACHE_LAYOUT": "HND"}
-    assert engine.environment(spec, inherited, 5000)["VLLM_KV_CACHE_LAYOUT"] == "NHD"
-    assert engine.environment(_SPEC, inherited, 5000)["VLLM_KV_CACHE_LAYOUT"] == "HND"
 
 
 @pytest.mark.parametrize(

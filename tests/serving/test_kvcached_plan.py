@@ -14,9 +14,8 @@ import torch
 
 from experiments.engines.kvcached_pairs import ROWS, complain_of, layout_found
 from experiments.engines.lab_probe import describe
-from experiments.engines.pairs import Side, choose, row_setups, single_setup
-from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.tools.verify.engine import command, environment
+from experiments.engines.pairs import Side
+from kvpatch.core.errors import EngineFailed
 
 pytestmark = pytest.mark.serving
 
@@ -32,60 +31,6 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "KVPATCH_PYTHON": sys.executable, **variables},
     )
-
-
-def test_both_layouts_both_ways_and_other_block_sizes_are_in_the_table() -> None:
-    pairs = {(row.prefill[0], row.decode) for row in ROWS}
-
-    for layout in ("contiguous", "split-half"):
-        large, small = (Side(tokens, kvcached=layout) for tokens in (128, 32))
-        assert {(small, small), (large, small), (small, large)} <= pairs
-        assert {(small, Side(32)), (Side(32), small)} <= pairs
-    assert (Side(32), Side(32)) in pairs
-    assert len({row.name for row in ROWS}) == len(ROWS)
-
-
-@pytest.mark.parametrize(("name", "said"), [("contiguous", "true"), ("split-half", "false")])
-def test_each_engine_of_a_pair_is_told_its_layout(name: str, said: str) -> None:
-    (row,) = choose(name, ROWS)
-    _, setup = row_setups(row, "model")
-
-    for spec in setup.specs:
-        variables = environment(spec, {"KVCACHED_CONTIGUOUS_LAYOUT": "x"}, 1)
-        assert variables["ENABLE_KVCACHED"] == "true"
-        assert variables["KVCACHED_AUTOPATCH"] == "1"
-        assert variables["KVCACHED_CONTIGUOUS_LAYOUT"] == said
-        assert variables["ENABLE_KVPATCH"] == "true"
-
-
-def test_a_plain_side_and_the_single_engine_have_no_kvcached() -> None:
-    (row,) = choose("plain-contiguous", ROWS)
-    _, setup = row_setups(row, "model")
-    inherited = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
-
-    (plain,), (single,) = setup.prefill, single_setup(row.single, "model").prefill
-    for spec in (plain, single):
-        variables = environment(spec, inherited, 1)
-        assert (variables["ENABLE_KVCACHED"], variables["KVCACHED_AUTOPATCH"]) == ("false", "0")
-        assert "ENABLE_KVPATCH" not in variables
-    assert "--kv-transfer-config" not in command(single, 1)
-
-
-def test_connectors_read_the_gpu_and_not_a_buffer_on_the_host() -> None:
-    (row,) = choose("contiguous-128-32", ROWS)
-    _, setup = row_setups(row, "model")
-
-    for spec, tokens in zip(setup.specs, ("128", "32"), strict=True):
-        line = command(spec, 1)
-        last = {line[i]: line[i + 1] for i in range(len(line) - 1) if line[i].startswith("--")}
-        assert '"kv_buffer_device": "cuda"' in last["--kv-transfer-config"]
-        assert (last["--block-size"], last["--dtype"]) == (tokens, "bfloat16")
-        assert last["--attention-backend"] == "FLASH_ATTN"
-
-
-def test_an_unknown_pair_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BadOptions, match=r"--rows: expected some of plain, .*, found 'tp2'"):
-        choose("tp2", ROWS)
 
 
 # --- what caches must look like ------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ from experiments.engines import recorded, run
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import ROWS, Row, Single, by_single, choose, row_setups, single_setup
 from experiments.engines.report import (
-    pairs_json_lines,
     pairs_summary,
     pairs_table,
     prefix_hits,
     problems,
     row_line,
-    tokens_cell,
 )
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.tools.verify.compare import CaseVerdict, Observation, Snapshot, compare
+from kvpatch.tools.verify.compare import Observation, Snapshot, compare
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.setups import Options
@@ -134,19 +131,6 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
     assert problems(results)[-1] == "window-128-32: no room"
 
 
-def test_wrong_tokens_and_failures_are_told_apart() -> None:
-    verdicts = [CaseVerdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
-    assert tokens_cell(verdicts) == "failed 2/4, wrong 1/4"
-
-
-def test_json_lines_name_the_row() -> None:
-    lines = pairs_json_lines([_result(_GOOD)])
-    assert [line["case"] for line in lines] == [case.name for case in _CASES]
-    assert {line["row"] for line in lines} == {"128-32"}
-    assert lines[0]["setups"]["kvpatch"]["verdict"]["identical"] is True
-    assert lines[0]["setups"]["stock"]["verdict"]["identical"] is False
-
-
 def test_what_is_recorded_is_what_the_table_says() -> None:
     rows = recorded.table_rows([_result(_GOOD)])
     assert rows == [["128 → 32", "3 of 3 fail", "identical"]]
@@ -157,35 +141,6 @@ def test_what_is_recorded_is_what_the_table_says() -> None:
     assert set(recorded.TITLES) <= {row.name for row in ROWS}
     with pytest.raises(BadOptions, match="none of .*'96-64'"):
         recorded.require_all(["128-32"])
-
-
-def test_recording_keeps_the_form_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = json.loads(recorded.DATA.read_text())
-    assert [row[0] for row in kept["rows"]] == list(recorded.TITLES.values())
-    monkeypatch.setattr(recorded, "DATA", tmp_path / "engines.json")
-    recorded.record([_result(_GOOD)])
-    found = json.loads(recorded.DATA.read_text())
-    assert found.keys() == kept.keys() and found["columns"] == kept["columns"]
-    assert found["release"] and found["commit"] and found["rows"][0][2] == "identical"
-
-
-def test_rows_are_chosen_in_the_order_of_the_table() -> None:
-    assert choose(None) == ROWS
-    assert [row.name for row in choose("32-128, 128-32")] == ["128-32", "32-128"]
-    for text in ("", "128-33", ","):
-        with pytest.raises(BadOptions, match="--rows: expected some of 128-32, 32-128"):
-            choose(text)
-
-
-def test_rows_say_what_differs() -> None:
-    said = {row.name: str(row) for row in ROWS}
-    assert said["2p1d"] == "128 + 32 -> 64"
-    assert said["tp1-tp2"] == "128 -> 32 TP2"
-    assert said["nhd-hnd-128-32"] == "128 NHD -> 32 HND"
-    assert said["window-128-32"] == "128 -> 32, window"
-    assert said["host-128-32"] == "128 -> 32, host buffers"
 
 
 def test_every_row_has_a_model_and_a_name_of_its_own() -> None:
@@ -213,16 +168,3 @@ def test_prefill_engines_have_kvpatch_with_a_host_buffer_only(row: Row) -> None:
     assert all(spec.connector for spec in (*stock.specs, *patched.specs))
     assert stock.decode[0].arguments == patched.decode[0].arguments
     assert len({spec.name for spec in (*stock.specs, *patched.specs)}) == len(stock.prefill) + 2
-
-
-def test_layouts_and_ranks_reach_the_engines() -> None:
-    (row,) = choose("nhd-hnd-128-32")
-    _, patched = row_setups(row, "model")
-    assert dict(patched.prefill[0].environment) == {"VLLM_KV_CACHE_LAYOUT": "NHD"}
-    assert dict(patched.decode[0].environment) == {"VLLM_KV_CACHE_LAYOUT": "HND"}
-    assert patched.prefill[0].arguments[-4:-1] == ("--block-size", "128", "--worker-extension-cls")
-    (row,) = choose("tp2-tp1")
-    _, patched = row_setups(row, "model")
-    assert patched.prefill[0].arguments[-2:] == ("--tensor-parallel-size", "2")
-    assert "--tensor-parallel-size" not in patched.decode[0].arguments
-    assert not row.same_prefill

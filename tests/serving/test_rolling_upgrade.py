@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import BadOptions
-
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import rolling_upgrade  # noqa: E402
-from experiments.engines.references import Prompt  # noqa: E402
-from experiments.rolling_upgrade import Phase, Run  # noqa: E402
+from experiments.rolling_upgrade import Phase  # noqa: E402
 
 pytestmark = pytest.mark.serving
 
-_PROMPT = Prompt((1, 2), (3,))
-_RUN = Run("1.0", "2.0", "P first", "beside", True, "model")
 _PHASE = Phase(
     engines="kvpatch on D",
     old="1.0",
@@ -63,8 +58,3 @@ def test_a_stock_fleet_that_takes_no_harm_has_tried_nothing() -> None:
 
     assert _missed(unharmed) == ["stock: wrong or failed at D"]
     assert _missed(replace(unharmed, failed_at_d=1)) == []
-
-
-def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(BadOptions, match="--ways: expected some of beside, killed, found 'none'"):
-        rolling_upgrade.chosen("none", rolling_upgrade.WAYS, "--ways")

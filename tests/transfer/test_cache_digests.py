@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvpatch.checks.digests import cache_digests
 from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, ranges_of
+from kvpatch.checks.digests.digests import Digests, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.segments import BlockList, kernel_blocks
+from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
+from tests.geometry.slow_digests import cell, of_all_ranks
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
 from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
@@ -144,18 +144,6 @@ def test_parts_of_a_request_have_the_sums_that_the_whole_has(
     assert found.proves == (len(full) == len(part.ranges))
 
 
-@given(st.integers(1, 69), st.sampled_from([16, 10]))
-def test_digests_of_ranges_add_up(border: int, range_tokens: int) -> None:
-    request = request_of(layers=2)
-    engine = Engine(request, Rank())
-    parts = [engine.digests(1, 0, border), engine.digests(1, border, 70)]
-
-    joined = in_ranges(of_all_ranges(parts[::-1]), range_tokens)
-
-    assert as_numbers(joined) == as_numbers(engine.digests(range_tokens))
-    assert joined.ranges == ranges_of(0, 70, range_tokens)
-
-
 @given(st.integers(1, 69))
 def test_blocks_that_are_wholes_count_once_wherever_ranges_meet(border: int) -> None:
     engine = Engine(request_of(layers=1), Rank())
@@ -210,19 +198,6 @@ def test_a_recurrent_state_of_many_words() -> None:
     expected = [cell([states[rank, 2].tobytes()], 0, Weights(SEED)) for rank in range(2)]
     heads = found.cells["mamba", Content.STATE]
     assert [heads[rank].tolist() for rank in range(2)] == [[one] for one in expected]
-
-
-def test_kernel_blocks_are_blocks() -> None:
-    request = request_of()
-    small = Engine(request, Rank(block_tokens=4))
-    tensors = dict.fromkeys((plane.layer for plane in small.planes), small.memory)
-    order = small.blocks.block_ids
-    large = kernel_blocks(order[:1], 1)
-
-    assert large.tolist() == order[:1].tolist()
-    reader = CacheDigests(memories_of(tensors), small.planes, 4)
-    first = reader.begin(BlockList(large, 4), 0, 4, Weights(SEED)).read()
-    assert compare(Engine(request, Rank()).digests(4), first).proves
 
 
 def test_layers_of_unlike_geometry_are_in_one_digest() -> None:

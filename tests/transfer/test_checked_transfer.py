@@ -9,11 +9,10 @@ import pytest
 
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.checked_transfer import CheckedTransfer
-from kvpatch.transfer.lifetime import Heartbeats, Lease, Lifetime
+from kvpatch.transfer.lifetime import Lease, Lifetime
 
 pytestmark = pytest.mark.patching
 
-_EXTENSION = 20.0
 HELD, GONE, WRONG, UNPROVEN, EXPIRED = (
     *(CheckResult.HELD, CheckResult.GONE, CheckResult.WRONG, CheckResult.UNPROVEN),
     CheckResult.EXPIRED,
@@ -138,31 +137,6 @@ class TestChecks:
         assert read.telemetry() == "counts", "as <= 0.13 does"
         assert (hold.released, digest.released, made.nixl.released) == (0, 0, 1)
 
-    def test_that_have_no_answer_yet_are_asked_with_the_next_poll(self) -> None:
-        made = Made()
-        made.hold(None, None, HELD)
-        made.check(None, HELD)
-        read = made.landed()
-        assert [read.state() for _ in range(4)] == ["PROC", "PROC", "PROC", "DONE"]
-        assert made.nixl.calls == ["poll", *["hold"] * 3, *["digest"] * 2, "tell P a:1"]
-
-    def test_leave_the_notification_to_vllm_where_it_prepared_none(self) -> None:
-        made = Made(notification=b"")
-        made.hold(HELD)
-        assert made.landed().state() == "DONE"
-        assert made.nixl.calls == ["poll", "hold"]
-
-    def test_of_blocks_that_are_gone_fail_it_and_p_is_not_told(self) -> None:
-        made = Made()
-        made.hold(GONE)
-        digest = made.check(HELD)
-        read = made.landed()
-        assert read.state() == read.state() == "ERR"
-        assert made.nixl.calls == ["poll", "hold"]
-        assert made.lifetime.verdict is GONE
-        assert made.failed == ["a"]
-        assert digest.released == 1
-
     def test_of_wrong_bytes_fail_it_and_p_is_told(self) -> None:
         made = Made()
         made.hold(HELD)
@@ -264,37 +238,11 @@ class TestChecks:
 
 
 class TestBeforeAnythingIsRead:
-    def test_a_check_that_is_due_has_to_pass(self) -> None:
-        made = Made()
-        hold = made.hold(None, HELD, is_due=True)
-        made.check(HELD)
-        read = made.begin()
-        assert made.nixl.calls == ["hold before"]
-        assert read.state() == "PROC"
-        assert made.nixl.calls == ["hold before", "hold before", "transfer"]
-        hold.is_due, made.nixl.is_done = False, True
-        made.nixl.calls.clear()
-        assert read.state() == "DONE"
-        assert made.nixl.calls == ["poll", "hold", "digest", "tell P a:1"], "once more behind it"
-
     def test_one_that_answers_at_once_costs_no_step(self) -> None:
         made = Made()
         made.hold(HELD, is_due=True)
         _transfer = made.begin()
         assert made.nixl.calls == ["hold before", "transfer"]
-
-    @pytest.mark.parametrize("answers", [(GONE,), (None, GONE)])
-    def test_nothing_is_read_of_blocks_that_are_gone(self, answers: Any) -> None:
-        made = Made()
-        made.hold(*answers, is_due=True)
-        digest = made.check(HELD)
-        read = made.begin()
-        assert read.state() == "ERR"
-        assert not {"transfer", "poll", "tell P a:1"}.intersection(made.nixl.calls)
-        assert made.failed == ["a"]
-        assert digest.released == 1
-        read.release()
-        assert made.nixl.released == 1
 
     @pytest.mark.parametrize("is_over", [False, True])
     def test_the_lease_decides_where_a_check_proves_nothing(
@@ -387,24 +335,3 @@ class TestALease:
                     read.release()
         read.release()
         assert nixl.released == 1
-
-    def test_that_breaks_off_is_no_checks(self, clock: Clock, monkeypatch: Any) -> None:
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now - 1.0), told)
-        read.start()
-        monkeypatch.setattr(nixl, "check_xfer_state", lambda handle: "ERR")
-        assert read.state() == "ERR"
-        assert not told
-        assert read.lifetime.verdict is None
-
-    def test_of_which_d_sends_heartbeats_lasts(self, clock: Clock) -> None:
-        beats, told = Heartbeats(_EXTENSION), []
-        nixl, read = self.made(Lease(clock.now + 30.0, beats), told)
-        read.start()
-        for _ in range(20):
-            clock.now += 5.0
-            beats.send(clock.now)
-            assert read.state() == "PROC"
-        nixl.is_done = True
-        assert read.state() == "DONE"
-        assert not told

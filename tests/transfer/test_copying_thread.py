@@ -11,25 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import wrapt
 
-from kvpatch.load.chosen_ways import Progress
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer.agent_gate import ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
-from tests.geometry.whole_caches import named_layout
 
-from .made_reader import preparing
 from .staged_world import (
-    DRAM,
-    LOCAL_SIZES,
     SECONDS,
-    SIZES,
-    TOKENS,
     World,
-    block_ids,
     finish,
     notifications,
 )
@@ -108,14 +98,6 @@ def test_copies_are_made_one_by_one_in_the_order_of_asking(thread):
     wait_until(copies[-1])
     assert seen == list(range(50))
     assert all(copy() for copy in copies)
-
-
-def test_who_waits_is_told_of_every_copy():
-    told: list[int] = []
-    thread = CopyingThread(wake=lambda: told.append(1))
-    copies = [thread.copy(lambda: None) for _ in range(3)]
-    wait_until(lambda: all(copy() for copy in copies) and len(told) == 3)
-    thread.stop()
 
 
 def test_an_error_is_the_copys_own_and_the_thread_goes_on(thread):
@@ -279,50 +261,6 @@ def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
     other.start()
     assert finish(other) == ["DONE"]
     assert world.is_identical()
-
-
-class _Endless(wrapt.ObjectProxy):
-    """A real agent all but the first of whose transfers are said to go on until they may end."""
-
-    def __init__(self, agent: Any) -> None:
-        super().__init__(agent)
-        self._self_may_end = threading.Event()
-        self._self_first: Any = None
-
-    @property
-    def may_end(self) -> threading.Event:
-        return self._self_may_end
-
-    def check_xfer_state(self, handle: Any) -> str:
-        self._self_first = self._self_first or handle
-        if handle is not self._self_first and not self.may_end.is_set():
-            return "PROC"
-        return str(self.__wrapped__.check_xfer_state(handle))
-
-
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_a_workers_reads_are_copied_there(world, engine, is_beside, monkeypatch):
-    """By the worker's own reader, where there is such a thread."""
-    real, seen = caches_module.place_in_host_memory, set()
-
-    def copy(*arguments: Any) -> None:
-        seen.add(threading.current_thread().name)
-        real(*arguments)
-
-    monkeypatch.setattr(caches_module, "place_in_host_memory", copy)
-    if not is_beside:
-        engine.thread.copying = None
-    theirs = named_layout("LBNHC").planes(SIZES, world.source.data_ptr(), DRAM)
-    ours = named_layout("LBHNC").planes(LOCAL_SIZES, world.target.data_ptr(), DRAM)
-    progress = Progress(engine.thread, ProgressAgent(world.decode, engine.gate))
-    prepare = preparing(
-        theirs, ours, world.target, engine.pool, progress, "staged", world.ends.agent
-    )
-    read = prepare(block_ids(7, 8).tolist(), block_ids(10, 12).tolist(), TOKENS)
-    read.start()
-    assert finish(read) == ["DONE"]
-    assert world.is_identical()
-    assert seen == {"kvpatch-copies" if is_beside else "kvpatch-reads"}
 
 
 def test_the_worker_has_one_where_it_may_use_two_cores(world, monkeypatch):

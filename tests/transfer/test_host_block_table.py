@@ -314,24 +314,6 @@ def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
     assert (table.free, table.held, table.waiting) == (host_blocks, 0, 0)
 
 
-def test_nobody_overtakes_a_large_request_and_an_abort_makes_way():
-    table = HostBlockTable(4)
-    assert table.reserve("a", 3)
-    assert not table.reserve("large", 4)
-    assert not table.reserve("small", 1), "there is a host block, but the large one asked first"
-    assert table.waiting == 2
-    table.release("large")
-    assert table.reserve("small", 1)
-    assert (table.free, table.waiting) == (0, 0)
-
-
-def test_a_request_that_never_fits_is_told_at_once_and_blocks_nobody():
-    table = HostBlockTable(4)
-    with pytest.raises(NeverFits, match="needs 5 blocks of the host buffer, which has 4"):
-        table.reserve("a", 5)
-    assert table.reserve("b", 4)
-
-
 def test_another_prompt_under_the_same_id_does_not_publish_what_the_first_one_saved():
     """On releases <= 0.13 ids are the clients', who may send one twice."""
     table = HostBlockTable(8)
@@ -366,16 +348,6 @@ def test_what_a_host_block_still_holds_is_not_copied_again():
     (copied,) = table.save("c", [8, 7, 9])
     assert copied[0] == 9
     assert table.host_blocks_of("c", [7, 8]) == tuple(host_block for _, host_block in pairs)
-
-
-def test_a_block_that_was_written_is_copied_again():
-    table = HostBlockTable(4)
-    assert table.reserve("a", 1)
-    table.save("a", [7])
-    table.release("a")
-    table.written([7])
-    assert table.reserve("b", 1)
-    assert [block for block, _ in table.save("b", [7])] == [7]
 
 
 def test_a_request_that_is_complete_keeps_what_it_holds():
@@ -416,25 +388,3 @@ def test_new_blocks_get_host_blocks_beside_each_other():
     assert table.reserve("b", 4)
     host_blocks = [host_block for _, host_block in table.save("b", [20, 21, 22, 23])]
     assert host_blocks == list(range(host_blocks[0], host_blocks[0] + 4))
-
-
-def test_a_preempted_request_starts_anew():
-    table = HostBlockTable(4)
-    assert table.reserve("a", 3)
-    table.save("a", [1, 2])
-    table.release("a")
-    assert not table.held and table.free == 4
-    with pytest.raises(NotReserved):
-        table.save("a", [1])
-    with pytest.raises(NotSaved):
-        table.host_blocks_of("a", [1])
-    assert table.reserve("a", 3)
-    assert [block for block, _ in table.save("a", [1, 2, 3])] == [3]
-
-
-def test_unknown_requests_are_released_without_a_word():
-    table = HostBlockTable(1)
-    table.release("nobody")
-    assert table.free == 1
-    with pytest.raises(ValueError, match="expected a host block or more, found 0"):
-        HostBlockTable(0)

@@ -6,7 +6,6 @@ dimensions of the tensor that shows them, apart from what the pool works out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -395,12 +394,6 @@ def test_saves_are_in_order_and_a_host_block_may_be_taken_again(way):
     assert differing(pool, tensors, dimensions, 5, before, pairs) == []
 
 
-def test_one_block_may_be_in_two_host_blocks(way):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
-    check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 1), (4, 2)])
-
-
 def test_more_than_is_copied_at_once(way, monkeypatch):
     monkeypatch.setattr(block_copies, "_GATHERED_BYTES", 200)
     for name in ("NHD, keys first", "LHBNC", "blocks padded"):
@@ -479,16 +472,6 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
 
 
 # --- refusals -----------------------------------------------------------------
-
-
-def test_bytes_of_a_block():
-    tensors = CASES["NHD, keys first"].tensors()
-    size = block_bytes(tensors, dict.fromkeys(tensors, 1), 5)
-    assert size == 2 * 2 * math.prod((4, 2, 3)) * 2
-    kernel = CASES["keys first, kernel blocks"].tensors()
-    assert block_bytes(kernel, dict.fromkeys(kernel, 1), 5) == 3 * size
-    rows = CASES["BLHNC"].tensors()
-    assert block_bytes(rows, dict.fromkeys(rows, 0), 5) == size
 
 
 def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch):

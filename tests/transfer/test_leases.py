@@ -13,7 +13,7 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import ReadRequest, Waits, stated_end
 from kvpatch.load.reader_attachment import leases_of
-from kvpatch.transfer.lifetime import Heartbeats, Lease, Leases, Lifetime
+from kvpatch.transfer.lifetime import Heartbeats, Lease, Leases
 
 pytestmark = pytest.mark.patching
 
@@ -132,16 +132,6 @@ class TestAStatedExpiry:
         assert self.end_of("0.33.0", "soon") is None
         assert self.end_of("0.33.0", 1.0, offset=None) is None
         assert self.end_of("0.25.1", 1.0) is None, "that release states none"
-
-
-def test_where_p_is_asked_no_clock_is_looked_at() -> None:
-    check: Any = SimpleNamespace(proves_hold=True)
-    lifetime = Lifetime(Lease(0.0), checks=(check,))
-    lifetime.expire(1e9)
-    assert not lifetime.has_failed
-    lifetime.checks = ()
-    lifetime.expire(1e9)
-    assert lifetime.has_failed, "negative control"
 
 
 class TestWhenDWasGivenARequest:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Event, Thread
 
 import pytest
@@ -303,23 +302,6 @@ def test_a_read_of_a_digest_that_cannot_be_cancelled_fails_no_load(load, monkeyp
     assert load.counted == (0, 0, 1)
 
 
-def test_what_is_behind_the_last_token_is_not_looked_at(load):
-    load.digest()
-    engine = load.decode[0]
-    for plane in engine.planes:
-        block, offset = engine.blocks.locate(TOKENS)
-        engine.view(plane)[block, :, offset] ^= 4
-    assert load.check()
-    whole, part = (load.counts.loads[proof] for proof in (Proof.CHECKED, Proof.PARTLY))
-    assert (whole, part) == ((1, 0) if engine.blocks.first_token % 16 == 0 else (0, 1))
-
-
-def test_blocks_that_are_not_held_get_no_digest(load):
-    load.digest(is_held=False)
-    assert load.check()
-    assert load.counted == (0, 0, 1)
-
-
 def test_blocks_that_are_let_go_of_while_they_are_read_get_no_digest(load, monkeypatch):
     """Nothing of what was read of them is written down."""
     asked = iter([True, False, False])
@@ -341,13 +323,6 @@ def test_a_load_of_less_than_a_range_is_not_checked(load):
 def test_a_layer_that_p_does_not_have_leaves_a_load_unchecked(load):
     engine = load.prefill
     engine.planes = engine.planes[:-1]
-    load.digest()
-    assert load.check()
-    assert load.counted == (0, 0, 1)
-
-
-def test_planes_of_other_blocks_get_no_digest(load):
-    load.prefill.blocks = replace(load.prefill.blocks, block_tokens=7)
     load.digest()
     assert load.check()
     assert load.counted == (0, 0, 1)
@@ -432,22 +407,6 @@ def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
     maker._thread.shutdown()
 
 
-def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
-    maker, read, goes_on = DigestMaker(tables.prefill, is_sample=False), Event(), Event()
-
-    def is_held() -> bool:
-        read.set()
-        goes_on.wait(SECONDS)
-        return False
-
-    maker.add(Order(FIRST, [], TOKENS, is_held, None, None))
-    read.wait(SECONDS)
-    assert maker._work.locked()
-    goes_on.set()
-    maker.settle()
-    maker._thread.shutdown()
-
-
 def test_a_read_that_is_collected_while_its_load_is_counted_ends_there():
     """On the same thread, in the middle of another one's end: nobody waits for himself."""
     counts = DigestCounts()
@@ -461,26 +420,6 @@ def test_a_read_that_is_collected_while_its_load_is_counted_ends_there():
     ends.join(5)
     assert not ends.is_alive()
     assert counted(counts) == (0, 1, 0)
-
-
-def test_loads_that_end_on_several_threads_are_all_counted():
-    """Each under a lock of its own."""
-    counts = DigestCounts(loads=_Slow())
-    ends = [Thread(target=counts.count, args=(Proof.CHECKED,)) for _ in range(8)]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join()
-    assert counts.loads[Proof.CHECKED] == 8
-
-
-class _Slow(Counter):
-    """Lets other threads go on between what it held and what it will."""
-
-    def __getitem__(self, key: object) -> int:
-        found = super().__getitem__(key)
-        time.sleep(0.005)
-        return found
 
 
 def test_each_load_is_counted_once(tables):

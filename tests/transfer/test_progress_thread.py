@@ -22,10 +22,9 @@ from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer import unposted as unposted_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.copying_thread import CopyingThread
-from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 
-from .staged_world import OVER, SECONDS, TOKENS, Failing, World, finish, notifications
+from .staged_world import SECONDS, TOKENS, World, finish, notifications
 
 pytestmark = pytest.mark.lab
 
@@ -97,20 +96,6 @@ def test_a_read_goes_on_while_nobody_looks(world, make, pool_bytes):
     read.release()
     assert read.state() == "DONE", "an old release asks again after it has let go"
     assert notifications(world) == []
-
-
-def test_what_goes_straight_to_its_place_is_posted_in_pieces(world, make, monkeypatch):
-    engine = make(4096)
-    monkeypatch.setattr(staged_module, "_MOST_DIRECT_BYTES", 4096)
-    posts = _Counted(world.decode)
-    read = engine.read(posts, is_direct=True)
-    read.start()
-    assert finish(read) == ["DONE"]
-    assert world.is_identical()
-    assert posts.calls["transfer"] > 10
-    assert read.telemetry().totalBytes == TOKENS * 2 * 2 * 16 * 2 * 3
-    assert engine.pool.taken_bytes == 0
-    assert notifications(world) == [b"done"]
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
@@ -188,21 +173,6 @@ def finish_once(reads: list[BackgroundRead]) -> list[str]:
     return [read.state() for read in reads]
 
 
-def test_a_failed_transfer_fails_its_read_alone(world, make, caplog):
-    engine = make(8 * 4096)
-    read, other = engine.read(Failing(world.decode, after=2)), engine.read()
-    read.start()
-    assert finish(read) == ["ERR"]
-    lost = engine.pool.lost_bytes
-    assert lost, "it may still be written to"
-    assert "are not used for" in caplog.text
-    assert notifications(world) == [], "P is not told that it was read"
-    read.release()
-    other.start()
-    assert finish(other) == ["DONE"]
-    assert world.is_identical()
-
-
 class _HeldCopies:
     """Stands in for the copy of one placement, which waits in the middle of the thread's work."""
 
@@ -248,17 +218,6 @@ def test_giving_up_waits_for_the_copy_that_is_under_way_and_for_no_more(
     assert world.is_identical()
 
 
-def test_one_that_is_given_up_before_it_begins_reads_nothing(world, make):
-    engine, before = make(4096), world.target.clone()
-    read = engine.read()
-    with engine.thread.paused():
-        read.start()
-        assert read.void()
-    assert finish(read) == ["ERR"]
-    assert torch.equal(world.target, before)
-    assert notifications(world) == [b"done"]
-
-
 @pytest.mark.parametrize("end", [None, "void", "release"])
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_what_is_behind_the_last_token_is_zeroed_unless_the_read_is_given_up(
@@ -294,40 +253,6 @@ def test_a_read_fails_whose_tail_is_nowhere(world, make, caplog):
     assert finish(read) == ["ERR"]
     assert "expected to zero" in caplog.text
     assert torch.equal(world.target, before)
-    assert engine.pool.taken_bytes == 0
-
-
-def test_a_read_that_is_dropped_gives_its_space_back(world, make):
-    engine = make(3 * 4096)
-    read = engine.read()
-    read.start()
-    del read
-    gc.collect()
-    other = engine.read()
-    other.start()
-    assert finish(other) == ["DONE"]
-    wait_until(lambda: engine.pool.taken_bytes == 0)
-
-
-@pytest.mark.parametrize("over", ["before it starts", "while it waits"])
-def test_a_read_that_would_begin_too_late_fails(world, make, over, caplog):
-    engine = make(4096)
-    held = engine.pool.take(World, "other", 4096)
-    engine.pool.leave(World)
-    before = world.target.clone()
-    first, read = engine.read(), engine.read()
-    if over == "before it starts":
-        read._read.lifetime = Lifetime(OVER)
-    for one in (first, read):
-        one.start()
-    with engine.thread.paused():
-        read._read.lifetime.lease = OVER
-        engine.pool.give(held)
-    assert finish(first) == ["DONE"], "negative control: it knows of no end"
-    world.target.copy_(before)
-    assert finish(read) == ["ERR"]
-    assert torch.equal(world.target, before)
-    assert "after P's lease must have run out" in caplog.text
     assert engine.pool.taken_bytes == 0
 
 
@@ -421,49 +346,6 @@ def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
     assert read.state() == "PROC", "negative control: nobody takes care of it"
     assert finish(read) == ["DONE"]
     assert world.is_identical()
-
-
-def test_a_thread_that_is_stopped_keeps_nothing(world, make):
-    engine = make(4096)
-    engine.thread.stop()
-    for _ in range(3):
-        reads = [engine.read() for _ in range(4)]
-        for read in reads:
-            read.start()
-        assert finish(*reads) == ["DONE"] * 4
-        for read in reads:
-            read.release()
-    assert not engine.thread._going
-    assert not engine.thread._reads
-    assert not engine.thread._called
-
-
-class _Slow(wrapt.ObjectProxy):
-    """A real agent that takes its time to say that a transfer is not done, five times."""
-
-    def __init__(self, agent: Any) -> None:
-        super().__init__(agent)
-        self._self_left = 5
-
-    def check_xfer_state(self, handle: Any) -> str:
-        if not self._self_left:
-            return str(self.__wrapped__.check_xfer_state(handle))
-        self._self_left -= 1
-        time.sleep(0.1)
-        return "PROC"
-
-
-def test_a_round_that_had_to_wait_is_not_followed_by_a_long_rest(world, make, monkeypatch):
-    """A call of the engine's may keep the thread out of NIXL for seconds."""
-    engine, waits = make(4096), []
-    take = engine.thread._take
-    monkeypatch.setattr(engine.thread, "_take", lambda wait: waits.append(wait) or take(wait))
-    read = engine.read(_Slow(world.decode))
-    read.start()
-    assert finish(read) == ["DONE"]
-    assert world.is_identical()
-    rests = [wait for wait in waits if wait != progress_thread._IDLE_SECONDS]
-    assert max(rests) == progress_thread._LONGEST_REST_SECONDS
 
 
 class _Interrupted(Exception):

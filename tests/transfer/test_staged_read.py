@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 from typing import Any
 
@@ -15,7 +14,6 @@ import wrapt
 from kvpatch.core.errors import PoolExhausted
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer import staging_pool
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
@@ -80,16 +78,6 @@ def test_what_goes_straight_to_its_place_waits_for_steps_before(
     while not step.query():
         pass
     assert world.is_identical() == waits
-
-
-def test_many_reads_share_a_pool_of_one_block_in_order(world):
-    pool = world.pool(4096)
-    reads = [world.read(pool) for _ in range(16)]
-    for read in reads:
-        read.start()
-    assert finish(*reads) == ["DONE"] * 16
-    assert world.is_identical()
-    assert pool.taken_bytes == 0
 
 
 def test_reads_that_wait_behind_others_cost_a_step_nothing(world, monkeypatch):
@@ -247,30 +235,6 @@ def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(worl
     assert pool.take(asking, "other", 3 * 4096) is not None
 
 
-class _Slow(wrapt.ObjectProxy):
-    """A real agent whose transfers are said to go on until they are said to be over."""
-
-    is_over = False
-
-    def check_xfer_state(self, handle: Any) -> str:
-        return str(self.__wrapped__.check_xfer_state(handle)) if self.is_over else "PROC"
-
-
-def test_a_read_that_is_dropped_gives_its_space_back(world):
-    pool = world.pool(3 * 4096)
-    agent = _Slow(world.decode)
-    read = world.read(pool, agent)
-    read.start()
-    assert pool.taken_bytes
-    del read
-    gc.collect()
-    agent.is_over = True
-    other = world.read(pool)
-    other.start()
-    assert finish(other) == ["DONE"]
-    assert pool.taken_bytes == 0
-
-
 def test_nixl_says_what_it_can_raise(world):
     errors = errors_of(world.decode)
     assert {"nixlBackendError", "nixlRemoteDisconnectError"} <= {e.__name__ for e in errors}
@@ -301,61 +265,3 @@ def test_a_read_that_was_given_up_places_nothing_more(world):
     assert finish(placed) == ["DONE"]
     assert not placed.void(), "it is done, and its blocks hold what they should"
     assert placed.state() == "DONE"
-
-
-class _FailingCopies:
-    """Stands in for the copy of one placement, which fails from some number on."""
-
-    def __init__(self, after: int) -> None:
-        self.left: int | None = after
-        self.real = caches_module.place_in_host_memory
-
-    def __call__(self, *arguments: Any) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise ValueError("made up: a copy that cannot be done")
-        self.real(*arguments)
-
-
-def test_a_copy_that_fails_fails_the_read(world, monkeypatch, caplog):
-    pool, copies = world.pool(3 * 4096), _FailingCopies(after=2)
-    monkeypatch.setattr(caches_module, "place_in_host_memory", copies)
-    read = world.read(pool)
-    read.start()
-    assert finish(read) == ["ERR"]
-    assert "made up" in caplog.text
-    assert pool.taken_bytes == 0
-    assert notifications(world) == [], "P is not told that it was read"
-    read.release()
-    copies.left = None
-    other = world.read(pool)
-    other.start()
-    assert finish(other) == ["DONE"], "the pool serves the next request"
-    assert world.is_identical()
-
-
-@pytest.mark.parametrize("end", ["void", "release"])
-def test_nothing_is_placed_after_a_read_was_given_up_half_way(world, end, monkeypatch):
-    # Each look takes one chunk, and the engine may give the request up between any two.
-    monkeypatch.setattr(staged_module, "_LONG_SECONDS", 0.0)
-    pool = world.pool(4096)
-    read, before = world.read(pool), world.target.clone()
-    read.start()
-    deadline = time.monotonic() + SECONDS
-    while torch.equal(world.target, before) and time.monotonic() < deadline:
-        read.state()
-    getattr(read, end)()
-    given_up = world.target.clone()
-    assert not torch.equal(given_up, before), "negative control: some of it was placed"
-    if end == "void":
-        assert finish(read) == ["ERR"]
-    time.sleep(0.05)
-    assert torch.equal(world.target, given_up)
-    assert not world.is_identical(), "negative control: the rest was not"
-    read.release()
-    other = world.read(pool)
-    deadline = time.monotonic() + SECONDS
-    while (space := pool.take(other, "other", 4096)) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert space is not None

@@ -72,19 +72,6 @@ def test_memory_is_made_once_and_only_when_asked_for(pool, made):
     assert pool.taken_bytes == 50
 
 
-def test_reads_of_one_peer_get_space_in_the_order_of_asking(pool):
-    first, second, third = Reader(), Reader(), Reader()
-    held = pool.take(first, "p", 80)
-    pool.leave(first)
-    assert pool.take(second, "p", 50) is None
-    assert pool.take(third, "p", 10) is None, "there is room, but the second asked first"
-    pool.give(held)
-    assert pool.take(third, "p", 10) is None
-    assert pool.take(second, "p", 50) is not None
-    pool.leave(second)
-    assert pool.take(third, "p", 10) is None, "60 held, 40 left"
-
-
 def test_reads_that_wait_for_others_are_counted_once(pool):
     first, second, third = Reader(), Reader(), Reader()
     held = pool.take(first, "p", 60)
@@ -103,17 +90,6 @@ def test_reads_that_wait_for_others_are_counted_once(pool):
     assert (pool.waiting, pool.waits) == (0, 2), "given up"
 
 
-def test_a_reader_that_was_dropped_waits_no_more(pool):
-    first, second = Reader(), Reader()
-    held = pool.take(first, "p", 80)
-    assert pool.take(second, "p", 50) is None
-    del second
-    gc.collect()
-    pool.leave(first)
-    pool.give(held)
-    assert pool.waiting == 0
-
-
 def test_a_peer_that_hangs_leaves_room_for_the_others(pool):
     hung = [Reader() for _ in range(3)]
     assert pool.take(hung[0], "hung", 30)
@@ -125,23 +101,6 @@ def test_a_peer_that_hangs_leaves_room_for_the_others(pool):
         assert space is not None, "though two of the hung peer's asked before"
         pool.leave(other)
         pool.give(space)
-
-
-def test_nobody_overtakes_a_peer_that_holds_nothing(pool):
-    busy, first, second = Reader(), Reader(), Reader()
-    held = pool.take(busy, "busy", 80)
-    pool.leave(busy)
-    assert pool.take(first, "a", 50) is None
-    assert pool.take(second, "b", 10) is None
-    pool.give(held)
-    assert pool.take(second, "b", 10) is None
-    assert pool.take(first, "a", 50) is not None
-    pool.leave(first)
-    assert pool.take(second, "b", 10) is not None
-
-
-def test_a_round_as_large_as_the_pool_is_served(pool):
-    assert pool.take(Reader(), "p", 100) is not None
 
 
 def test_a_reader_that_was_dropped_blocks_nobody(pool):

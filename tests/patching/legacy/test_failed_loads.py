@@ -28,11 +28,6 @@ pytestmark = pytest.mark.patching
 
 
 class TestSeveralGroups:
-    def test_what_did_not_fail_is_reported(self):
-        failures = FailedGroupLoads()
-        assert failures.report({"a", "b"}, {"a": ([1], [2]), "b": ([3], [4])}) == {"a", "b"}
-        assert failures.take_invalid() == set()
-
     def test_the_blocks_of_all_groups_of_a_failed_load_are_invalid_once(self):
         failures = FailedGroupLoads()
         failures.add("a")
@@ -131,12 +126,6 @@ class TestLastToFirst:
 
         assert self._drained(worker) == ["a"]
 
-    def test_not_one_that_has_been_reported(self):
-        worker = self._queue("a", a=[1])
-        del worker._recving_metadata["a"]
-
-        assert self._drained(worker) == []
-
     @pytest.mark.parametrize("blocks", [[], (), ([], [])])
     def test_not_one_that_nothing_was_to_be_loaded_for(self, blocks):
         worker = self._queue("a", a=blocks)
@@ -163,16 +152,6 @@ def _worker(*, failed=(), reading=(), failures=None, **blocks):
 
 
 class TestReporting:
-    def test_the_release_finds_no_failed_request(self):
-        worker = _worker(failed={"a"}, a=[1])
-        worker._failed_recv_reqs.add("b")
-        done = {"c"}
-        done.update(worker._failed_recv_reqs)
-        worker._failed_recv_reqs.clear()
-
-        assert done == {"c"}
-        assert worker._failed_recv_reqs.take(()) == {"a", "b"}, "clearing takes nothing away"
-
     def test_a_failed_request_is_reported_once_and_forgotten(self):
         worker = _worker(failed={"a"}, a=[1], b=[2])
 
@@ -195,10 +174,6 @@ class TestReporting:
 
         assert report_failed(worker, worker._failed_recv_reqs) == set()
         assert not worker._recving_metadata
-
-    def test_one_whose_metadata_is_lost_had_a_transfer(self):
-        worker = _worker(failed={"a"})
-        assert report_failed(worker, worker._failed_recv_reqs) == {"a"}
 
 
 class _Disconnected(Exception):
@@ -267,13 +242,6 @@ class TestBrokenReads:
         )
 
         assert (failed, transfers) == (["broken"], {})
-
-    def test_any_other_error_is_not_ours(self):
-        worker = _worker()
-        with pytest.raises(ZeroDivisionError):
-            pop_one_by_one(
-                worker, _pop_done(worker, ZeroDivisionError()), {"broken": [2]}, (), print
-            )
 
 
 def test_every_release_before_0_30_has_it():
