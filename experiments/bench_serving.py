@@ -39,7 +39,7 @@ from experiments.harness import (
 )
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.engine import Engine, EngineSpec
-from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
+from kvpatch.tools.verify.handoff import Completion, Request, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
     progress_bar,
     require_kvpatch_as_asked,
@@ -181,9 +181,9 @@ async def load(
     client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...], tokens: int = _ANSWER_TOKENS
 ) -> Completion:
     """One prompt through a pair."""
-    model, request_id = engines.prefill.spec.model, f"bench{uuid.uuid4().hex}"
+    request = Request(engines.prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
     urls = engines.prefill.url, engines.decode.url
-    return await prefill_then_decode(client, *urls, model, prompt, tokens, request_id)
+    return await prefill_then_decode(client, *urls, request, tokens)
 
 
 def compared(name: str, like: Completion, own: Completion) -> Load:

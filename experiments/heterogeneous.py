@@ -25,12 +25,11 @@ def _play(asked: argparse.Namespace) -> bool:
         return True
     if asked.write:
         require_all([row.name for row in rows if not asked.no_stock])
-    if asked.release is not None:
-        require_release(asked.release)
+    require_release(asked.release)
     options = Options(
         work_dir=work_folder(asked.work_dir, "heterogeneous", console),
         max_tokens=asked.max_tokens,
-        startup_timeout_s=asked.startup_timeout,
+        startup_timeout=asked.startup_timeout,
     )
     stock = not asked.no_stock
     results = show_pairs(rows, options, console, "heterogeneous", with_stock=stock)

@@ -115,7 +115,7 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     options = Options(
         work_dir=work_folder(asked.work_dir, "kvcached", console),
         max_tokens=asked.max_tokens,
-        startup_timeout_s=asked.startup_timeout,
+        startup_timeout=asked.startup_timeout,
     )
     results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
     return all_passed(results)
@@ -149,8 +149,7 @@ def main() -> int:
         else:
             require_here()
             importable_in_engines()
-        if asked.release is not None:
-            require_release(asked.release)
+        require_release(asked.release)
         return 0 if run(asked, rows) else 1
 
 

@@ -223,7 +223,7 @@ class Fleet:
         self._starts = True
         try:
             made.start()
-            await made.ready(self.play.client, self.play.options.startup_timeout_s)
+            await made.ready(self.play.client, self.play.options.startup_timeout)
         except BaseException:
             made.stop()
             raise

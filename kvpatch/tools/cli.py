@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import typer
 
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.core.version import __version__
+from kvpatch.tools.verify.setups import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from kvpatch.tools.doctor import Diagnosis
     from kvpatch.tools.planning.plan import PairPlan
     from kvpatch.tools.upgrade import Upgrade
-    from kvpatch.tools.verify.compare import SetupComparison
-    from kvpatch.tools.verify.setups import Options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -185,64 +183,6 @@ class PlanOptions:
         return plan_pair(prefill, decode, self.model_config)
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """The options of ``kvpatch verify``, as they were typed."""
-
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda: compare two workers' caches there, without any engine."),
-    ] = None
-    release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
-    ] = None
-    setups: Annotated[str, typer.Option(help="Which to run; the first is the reference.")] = (
-        "single,stock,kvpatch"
-    )
-    engine_args: Annotated[
-        str, typer.Option(help="Server arguments of every engine, quoted as one.")
-    ] = ""
-    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
-    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
-    kvpatch_on: Annotated[
-        str, typer.Option(help="Sides with kvpatch: both, prefill or decode.")
-    ] = "both"
-    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
-    negative_control: Annotated[
-        bool, typer.Option(help="Also spoil a block on purpose; the comparison must notice.")
-    ] = True
-    work_dir: Annotated[Path | None, typer.Option(help="For logs, model and results; kept.")] = None
-    startup_timeout: Annotated[
-        float, typer.Option(help="Seconds that an engine may take to start.")
-    ] = 600.0
-
-    def parsed(self) -> Options:
-        """Returns what a run is made of; makes the folder.
-
-        Raises:
-            BadOptions: no run can be made of them.
-        """
-        from kvpatch.tools.verify import setups
-
-        if self.release is not None:
-            setups.require_release(self.release)
-        return setups.Options(
-            work_dir=results_folder(self.work_dir),
-            model=self.model,
-            setups=setups.parse_setups(self.setups),
-            dtype=self.dtype,
-            engine_arguments=setups.parse_arguments(self.engine_args),
-            prefill_arguments=setups.parse_arguments(self.p_args),
-            decode_arguments=setups.parse_arguments(self.d_args),
-            kvpatch_on=setups.parse_side(self.kvpatch_on),
-            max_tokens=self.max_tokens,
-            negative_control=self.negative_control,
-            startup_timeout_s=self.startup_timeout,
-        )
-
-
 def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Gives a command an option for each field of a dataclass, and hands it the dataclass."""
 
@@ -256,13 +196,6 @@ def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[...,
         return called
 
     return with_options
-
-
-def results_folder(asked: Path | None) -> Path:
-    """Returns the folder for logs and results: the user's, or a new temporary one."""
-    folder = (asked or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @contextmanager
@@ -398,8 +331,8 @@ def key(
 
 
 @app.command("verify")
-@takes(VerifyOptions)
-def verify(asked: VerifyOptions) -> None:
+@takes(Options)
+def verify(asked: Options) -> None:
     """Compare a prefill/decode pair with a single engine: greedy tokens and cache bytes.
 
     With --device the caches of two workers are compared alone, in seconds: no engine, no model.
@@ -408,49 +341,38 @@ def verify(asked: VerifyOptions) -> None:
     from rich.console import Console
 
     console = Console()
-    if asked.device is not None:
-        _verify_workers(asked.device, console)
-        return
     with exit_statuses():
-        _require_extra("verify", "serve", "httpx", "numpy")
-        from kvpatch.tools.verify.run import until_signal
-        from kvpatch.tools.verify.run import verify as run
-
-        options = asked.parsed()
-        console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
-        comparison = until_signal(run(options, console))
-    _show_comparison(comparison, options, console)
-    if not comparison.passed:
+        is_passed = (_verify_engines if asked.device is None else _verify_workers)(asked, console)
+    if not is_passed:
         raise typer.Exit(1)
 
 
-def _verify_workers(device: str, console: Console) -> None:
+def _verify_workers(asked: Options, console: Console) -> bool:
     from kvpatch.core.errors import BadOptions
 
-    with exit_statuses():
-        _require_extra("verify", "cli", "numpy")
-        if importlib.util.find_spec("torch") is None:
-            raise BadOptions("torch is not installed", "run this where vLLM is")
-        from kvpatch.tools.verify.workers import compare_workers, table_of
+    _require_extra("verify", "cli", "numpy")
+    if importlib.util.find_spec("torch") is None:
+        raise BadOptions("torch is not installed", "run this where vLLM is")
+    from kvpatch.tools.verify.workers import compare_workers, table_of
 
-        found = compare_workers(device)
-    console.print(table_of(found, device))
-    if not all(one.is_right for one in found):
-        raise typer.Exit(1)
+    found = compare_workers(str(asked.device))
+    console.print(table_of(found, str(asked.device)))
+    return all(one.is_right for one in found)
 
 
-def _show_comparison(comparison: SetupComparison, options: Options, console: Console) -> None:
-    """Tables and conclusions; the details go to a file."""
-    from kvpatch.tools.verify.report import errors, json_lines, summary, table, write_json_lines
+def _verify_engines(asked: Options, console: Console) -> bool:
+    """Says what differs; the rest goes to a file."""
+    _require_extra("verify", "serve", "httpx", "numpy")
+    from kvpatch.tools.verify import report, run
 
-    results = options.work_dir / "equivalence.jsonl"
-    write_json_lines(results, json_lines(comparison))
-    console.print(table(comparison))
-    if options.negative_control:
-        console.print(table(comparison, control=True))
-    for line in (*errors(comparison), *summary(comparison)):
+    console.print(f"logs and results: {asked.work_dir}", soft_wrap=True, highlight=False)
+    found = run.until_signal(run.verify(asked, console))
+    results = asked.work_dir / "equivalence.jsonl"
+    report.write_json_lines(results, report.json_lines(found))
+    said = (*report.errors(found), *report.differences(found), *report.summary(found))
+    for line in (*said, f"one JSON line per case: {results}"):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
-    console.print(f"one JSON line per case: {results}", soft_wrap=True, highlight=False)
+    return found.passed
 
 
 if __name__ == "__main__":

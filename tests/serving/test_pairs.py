@@ -119,7 +119,7 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
     async def judge(self: Any, reference: Any) -> RowResult:
         return replace(_result(_GOOD), row=self.row)
 
-    monkeypatch.setattr(run, "require_environment", lambda kvpatch: None)
+    monkeypatch.setattr(run, "require_environment", lambda: None)
     monkeypatch.setattr(run, "MAKERS", dict.fromkeys(MAKERS, lambda folder: folder))
     monkeypatch.setattr(run, "_observe_single", observe_single)
     monkeypatch.setattr(run._RowRun, "judge", judge)
