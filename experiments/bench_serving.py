@@ -34,10 +34,10 @@ from experiments.harness import (
     conclude,
     console_of,
     options_of,
-    telling_refusals,
     work_folder,
 )
 from kvpatch.core.errors import EngineFailed
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import Engine, EngineSpec
 from kvpatch.tools.verify.handoff import Completion, Request, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
@@ -316,7 +316,7 @@ def main() -> None:
     )
     console = console_of(140)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         names = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         folder = work_folder(options.work_dir, "serving", console)
         model = str(MAKERS["much-kv"](folder / "much-kv"))

@@ -45,9 +45,9 @@ from experiments.harness import (
     console_of,
     options_of,
     show_said,
-    telling_refusals,
     work_folder,
 )
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -352,7 +352,7 @@ def main() -> None:
     )
     console = console_of(150)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
         folder = work_folder(options.work_dir, "drill", console)

@@ -10,13 +10,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
+from kvpatch.core.errors import BadOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,19 +80,6 @@ def options_of(
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, default=default, help=said, **kind)
     return parser.parse_args()
-
-
-@contextmanager
-def telling_refusals() -> Iterator[None]:
-    """Turns an error of kvpatch's into its sentence and exit status 2; 128 + n by signal n."""
-    try:
-        yield
-    except Interrupted as stopped:
-        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    except KvpatchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def console_of(width: int) -> Console:

@@ -13,7 +13,8 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.shown import all_passed, show_pairs
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.harness import console_of, options_of, work_folder
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.setups import Options, require_release
 
 
@@ -53,7 +54,7 @@ def main() -> None:
         startup_timeout=(900.0, "seconds that an engine may take to start"),
         write=(False, f"write {DATA.name} of the documentation anew"),
     )
-    with telling_refusals():
+    with exit_statuses():
         sys.exit(not _play(asked))
 
 

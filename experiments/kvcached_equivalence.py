@@ -28,8 +28,9 @@ from collections.abc import Sequence
 from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
 from experiments.engines.pairs import Row, by_single, choose, row_setups, single_setup
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import KvpatchError
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.setups import Options, Setup, require_release
 
 _STAND_INS_RELEASE = "0.32.0"
@@ -136,7 +137,7 @@ def main() -> int:
         work_dir=(None, "for logs, the model, layout dumps and results; kept"),
         startup_timeout=(900.0, "seconds an engine may take to start"),
     )
-    with telling_refusals():
+    with exit_statuses():
         rows = choose(asked.rows, CPU_ROWS if asked.on_cpu else ROWS)
         if asked.list:
             print("\n".join(row.name for row in rows))

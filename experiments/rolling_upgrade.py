@@ -40,9 +40,9 @@ from experiments.harness import (
     options_of,
     show_said,
     table_of,
-    telling_refusals,
     work_folder,
 )
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -365,7 +365,7 @@ def main() -> None:
     )
     console = console_of(160)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         orders = chosen(options.orders, ORDERS, "--orders")
         ways = chosen(options.ways, WAYS, "--ways")
         for release in (options.old, options.new):

@@ -32,8 +32,9 @@ from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.references import Prompt
 from experiments.engines.routed import Outcome, Play, answers_alone, connections
 from experiments.engines.run import forget_prefixes
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal
@@ -357,7 +358,7 @@ def main() -> None:
     )
     console = console_of(132)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         passed = until_signal(soak(options, console))
     console.print("passed" if passed else "FAILED")
     sys.exit(not passed)

@@ -6,9 +6,9 @@ import importlib.util
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -21,9 +21,8 @@ from kvpatch.tools.verify.setups import Options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpatch.tools.doctor import Diagnosis
-    from kvpatch.tools.planning.plan import PairPlan
-    from kvpatch.tools.upgrade import Upgrade
+    from kvpatch.tools.doctor import Diagnosis, Upgrade
+    from kvpatch.tools.engine_report import EngineReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,118 +68,26 @@ def doctor(
     """
     from rich.console import Console
 
-    if url is not None:
-        _show_engine(url, as_json=as_json)
-    if against is not None:
-        _show_upgrade(against, as_json=as_json)
-
-    from kvpatch.tools.doctor import diagnose
-
-    with Console(stderr=True).status("importing vLLM"):
-        diagnosis = diagnose()
-    if as_json:
-        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
-    else:
-        _show(diagnosis)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
-
-
-def _show_engine(url: str, *, as_json: bool) -> None:
-    from kvpatch.tools.engine_report import report_of
-
+    found: Diagnosis | Upgrade | EngineReport
     with exit_statuses():
-        found = report_of(url)
-    if as_json:
-        typer.echo(json.dumps({"sentences": found.sentences, "well": found.is_well}, indent=2))
-    else:
-        for sentence in found.sentences:
-            typer.echo(sentence)
-    raise typer.Exit(0 if found.is_well else 1)
+        if url is not None:
+            from kvpatch.tools.engine_report import report_of
 
+            found = report_of(url)
+        elif against is not None:
+            from kvpatch.tools.doctor import upgrade_to
 
-def _show_upgrade(path: Path, *, as_json: bool) -> None:
-    from rich.console import Console
+            found = upgrade_to(against)
+        else:
+            from kvpatch.tools.doctor import diagnose
 
-    from kvpatch.tools.upgrade import upgrade_to
-
-    with exit_statuses():
-        found = upgrade_to(path)
+            with Console(stderr=True).status("importing vLLM"):
+                found = diagnose()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        _show_patches(found, Console())
+        found.show(Console())
     raise typer.Exit(0 if found.healthy else 1)
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    status = diagnosis.status
-    installed = Table(title="kvpatch doctor", show_header=False)
-    for name, version in diagnosis.versions.items():
-        installed.add_row(name, version)
-    installed.add_row("generation", status.generation or "unknown")
-    installed.add_row("ENABLE_KVPATCH", "on" if diagnosis.gate else "off in this environment")
-    for name, value in diagnosis.settings.items():
-        installed.add_row(name, value)
-    console.print(installed)
-    _show_patches(diagnosis, console)
-
-
-def _show_patches(found: Diagnosis | Upgrade, console: Console) -> None:
-    """A row for each patch, and the verdict."""
-    from rich.table import Table
-
-    styles = {"applied": "green", "refused": "red", "off": "yellow"}
-    patches = Table("patch", "outcome", "why")
-    for row in found.patches:
-        patches.add_row(row.slug, row.outcome, row.reason, style=styles.get(row.outcome))
-    if found.patches:
-        console.print(patches)
-    style = "green" if found.healthy else "red"
-    console.print(found.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The arguments and options of ``kvpatch plan``, as they were typed."""
-
-    prefill: Annotated[
-        str,
-        typer.Argument(
-            help="P: a file of vllm serve --config, a description (.json), or an engine's URL.",
-            show_default=False,
-        ),
-    ]
-    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)]
-    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
-    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
-    attention_backend: Annotated[
-        str | None, typer.Option(help="Of both, as vLLM's log names it.")
-    ] = None
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or its folder.")
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
-
-    def planned(self) -> PairPlan:
-        """Plans the pair.
-
-        Raises:
-            KvpatchError: it cannot be said.
-        """
-        from kvpatch.tools.planning.arguments import read_arguments
-        from kvpatch.tools.planning.plan import plan_pair
-
-        overrides = {
-            "release": self.release,
-            "platform": self.platform,
-            "attention-backend": self.attention_backend,
-        }
-        prefill, decode = (read_arguments(one, overrides) for one in (self.prefill, self.decode))
-        return plan_pair(prefill, decode, self.model_config)
 
 
 def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -203,18 +110,18 @@ def exit_statuses() -> Iterator[None]:
     """Ends the command with 128 + n after signal n and with 2 where it could not run, and says why.
 
     Raises:
-        typer.Exit: in place of the errors.
+        SystemExit: in place of the errors.
     """
     from kvpatch.core.errors import Interrupted, KvpatchError
 
     try:
         yield
     except Interrupted as stopped:
-        typer.echo(f"{stopped}; every engine has been stopped", err=True)
-        raise typer.Exit(128 + stopped.number) from None
+        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except KvpatchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _require_extra(command: str, extra: str, *modules: str) -> None:
@@ -229,8 +136,25 @@ def _require_extra(command: str, extra: str, *modules: str) -> None:
 
 
 @app.command("plan")
-@takes(PlanOptions)
-def plan(asked: PlanOptions) -> None:
+def plan(
+    prefill: Annotated[
+        str,
+        typer.Argument(
+            help="P: a file of vllm serve --config, a description (.json), or an engine's URL.",
+            show_default=False,
+        ),
+    ],
+    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)],
+    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None,
+    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="Of both, as vLLM's log names it.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
     """Say what becomes of a pair of engines, from their arguments or descriptions.
 
     Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
@@ -240,12 +164,19 @@ def plan(asked: PlanOptions) -> None:
 
     with exit_statuses():
         _require_extra("plan", "cli", "numpy", "yaml")
-        found = asked.planned()
-    if asked.as_json:
+        from kvpatch.tools.planning.arguments import read_arguments
+        from kvpatch.tools.planning.plan import plan_pair, show
+
+        of_both = {
+            "release": release,
+            "platform": platform,
+            "attention-backend": attention_backend,
+        }
+        p, d = (read_arguments(one, of_both) for one in (prefill, decode))
+        found = plan_pair(p, d, model_config)
+    if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        from kvpatch.tools.planning.plan import show
-
         show(found, Console())
     raise typer.Exit(0 if found.serves else 1)
 
@@ -277,31 +208,24 @@ def describe(
     The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
     cannot be said.
     """
-    with exit_statuses():
-        _write(_described(command or [], url, platform, attention_backend), output)
-
-
-def _described(
-    command: list[str], url: str | None, platform: str | None, attention_backend: str | None
-) -> Mapping[str, Any]:
-    if url is None:
-        from kvpatch.tools.planning.describe import describe as described
-
-        return described(command, platform, attention_backend)
     from kvpatch.core.errors import BadOptions
-    from kvpatch.tools.planning.description import published_by
 
-    if command or platform or attention_backend:
-        raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
-    return published_by(url)
+    with exit_statuses():
+        if url is None:
+            from kvpatch.tools.planning.describe import describe as described
 
+            found: Mapping[str, Any] = described(command or [], platform, attention_backend)
+        elif command or platform or attention_backend:
+            raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
+        else:
+            from kvpatch.tools.planning.description import published_by
 
-def _write(description: Mapping[str, Any], output: Path | None) -> None:
-    text = json.dumps(description, indent=1)
-    if output is None:
-        typer.echo(text)
-    else:
-        output.write_text(f"{text}\n", encoding="utf-8")
+            found = published_by(url)
+        text = json.dumps(found, indent=1)
+        if output is None:
+            typer.echo(text)
+        else:
+            output.write_text(f"{text}\n", encoding="utf-8")
 
 
 @app.command("key")

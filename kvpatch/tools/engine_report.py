@@ -6,9 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.peer.description import unpacked
 from kvpatch.tools.api_server import METRICS, labels_of, text_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SAMPLE = re.compile(r"^(kvpatch_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 #: vLLM's own labels; what is left is the only one of a metric of ours.
@@ -31,11 +35,20 @@ class EngineReport:
 
     Attributes:
         sentences: what was found, and what to do about it.
-        is_well: whether no load failed and nothing was refused.
+        healthy: whether no load failed and nothing was refused.
     """
 
     sentences: tuple[str, ...]
-    is_well: bool
+    healthy: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"sentences": self.sentences, "well": self.healthy}
+
+    def show(self, console: Console) -> None:
+        """Prints the sentences."""
+        for sentence in self.sentences:
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def report_of(url: str) -> EngineReport:
@@ -66,12 +79,12 @@ def report(values: Values) -> EngineReport:
                 "process, KVPATCH_DISABLE names metrics, its vLLM is <= 0.11.0, or it has no "
                 "NixlConnector.",
             ),
-            is_well=False,
+            healthy=False,
         )
     refused = sum(_of(values, "refusals_total").values())
     parts = (_engine, _loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
-    return EngineReport(sentences, is_well=not (_not_received(values) or refused))
+    return EngineReport(sentences, healthy=not (_not_received(values) or refused))
 
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
