@@ -14,7 +14,6 @@ from kvpatch.tools.verify.compare import (
     SetupComparison,
     Snapshot,
     compare,
-    first_difference,
 )
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case, build_cases, steps
@@ -54,6 +53,11 @@ def test_identical_passes() -> None:
         (replace(_GOOD, completion=Completion((1, 2, 3), "ab?")), "tokens", "other text"),
         (replace(_GOOD, completion=None, error="HTTP 500"), "tokens", "failed"),
         (replace(_GOOD, decode=_BAD.decode), "transfer", "1 of 2 layers differ"),
+        (
+            replace(_GOOD, decode=Snapshot({"layer.0": "aa", "layer.2": "bb"}, 9)),
+            "transfer",
+            "2 of 3 layers differ",
+        ),
         (replace(_GOOD, decode=None), "transfer", "decode engine reported no cache"),
         (replace(_GOOD, prefill=None), "transfer", "prefill engine reported no cache"),
         (replace(_GOOD, prefill=_BAD.decode, decode=_BAD.decode), "prefill", "1 of 2 layers"),
@@ -147,14 +151,6 @@ def test_prefix_hits(
 ) -> None:
     first, second = (replace(_CACHE, block_ids=ids) for ids in (earlier, later))
     assert prefix_hit_blocks(first, second) == blocks
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "index"),
-    [((), (), None), ((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 3), 1), ((), (1,), 0)],
-)
-def test_first_difference(left: tuple[int, ...], right: tuple[int, ...], index: int | None) -> None:
-    assert first_difference(left, right) == index
 
 
 def test_prompts_are_what_the_run_promises() -> None:
