@@ -19,7 +19,7 @@ from kvpatch.tools.verify.setups import Options, require_release
 
 
 def _play(asked: argparse.Namespace) -> bool:
-    console = console_of(132)
+    console = console_of(160)
     rows = choose(asked.rows, ROWS if asked.rows is None else (*ROWS, *TILED_ROWS))
     if asked.list:
         print(*(row.name for row in rows), sep="\n")

@@ -66,12 +66,10 @@ def tokens_cell(verdicts: Sequence[CaseVerdict]) -> str:
         return "not run"
     failed = sum(verdict.tokens == "failed" for verdict in verdicts)
     wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
-    parts = [
-        f"{word} {count}/{len(verdicts)}"
-        for word, count in (("failed", failed), ("wrong", wrong))
-        if count
-    ]
-    return ", ".join(parts) or "identical"
+    of = f"of {len(verdicts)} "
+    found = [f"{failed} {of}fail"] * bool(failed)
+    found += [f"{wrong} {'' if failed else of}wrong tokens, HTTP 200"] * bool(wrong)
+    return ", ".join(found) or "identical"
 
 
 def cache_cell(verdicts: Sequence[CaseVerdict]) -> str:

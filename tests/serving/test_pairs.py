@@ -69,7 +69,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
     result = _result(_GOOD)
     assert result.passed
     assert _drawn(result) == [
-        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2")
+        *("128-32", "128 -> 32", "3 of 3 fail", "identical", "identical", "1/1", "2")
     ]
     assert prefix_hits(result.comparison) == [2]
     result = replace(result, reasons={"stock": "AssertionError: local block size"})
@@ -77,15 +77,15 @@ def test_a_row_passes_whatever_stock_does() -> None:
         "128-32: stock/len-10: http://host: HTTP 500: no",
         "128-32: stock: AssertionError: local block size",
     ]
-    assert row_line(result) == "128-32 (128 -> 32): stock failed 3/3, kvpatch identical"
+    assert row_line(result) == "128-32 (128 -> 32): stock 3 of 3 fail, kvpatch identical"
     assert "1 of 1 pairs identical with kvpatch" in pairs_summary([result])
 
 
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (_result(_WRONG), "wrong 3/3"),
-        (_result(_FAILED), "failed 3/3"),
+        (_result(_WRONG), "3 of 3 wrong tokens, HTTP 200"),
+        (_result(_FAILED), "3 of 3 fail"),
         (_result(replace(_GOOD, decode=_SPOILED)), "wrong 3/3"),
         (_result(_GOOD, control=_GOOD), "0/1"),
         (_result(_GOOD, control=_FAILED), "0/1"),
@@ -136,7 +136,7 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
 
 def test_wrong_tokens_and_failures_are_told_apart() -> None:
     verdicts = [CaseVerdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
-    assert tokens_cell(verdicts) == "failed 2/4, wrong 1/4"
+    assert tokens_cell(verdicts) == "2 of 4 fail, 1 wrong tokens, HTTP 200"
 
 
 def test_json_lines_name_the_row() -> None:
