@@ -37,14 +37,12 @@ class Diagnosis:
     Attributes:
         versions: of what kvpatch touches; "not installed" where it is missing.
         gate: the value of ``ENABLE_KVPATCH``, as kvpatch takes it.
-        settings: variables that decide how caches travel, as kvpatch takes them.
         status: the outcome of enabling kvpatch here, now.
         problems: why an engine of this environment runs without kvpatch, or does not start.
     """
 
     versions: dict[str, str]
     gate: bool
-    settings: dict[str, str]
     status: Status
     problems: tuple[str, ...]
 
@@ -73,7 +71,6 @@ class Diagnosis:
             **self.versions,
             "generation": self.status.generation or "unknown",
             settings.ENABLE: "on" if self.gate else "off in this environment",
-            **self.settings,
         }
         for row in rows.items():
             installed.add_row(*row)
@@ -178,15 +175,13 @@ def diagnose() -> Diagnosis:
     """Enables kvpatch in this process, imports the connector and reports what came of it."""
     wrong = _settings_errors()
     if wrong:  # an engine does not start with them
-        return Diagnosis(_installed(), False, {}, kvpatch.status(), tuple(wrong))
+        return Diagnosis(_installed(), False, kvpatch.status(), tuple(wrong))
     kvpatch.enable()
     connector = _import_connector()
     status = kvpatch.status()
     refused = [str(patch) for patch in status.patches if patch.outcome == "refused"]
     found = (*_not_loaded(), *([status.problem] if status.problem else refused), connector)
-    return Diagnosis(
-        _installed(), settings.is_enabled(), settings_in_use(), status, tuple(filter(None, found))
-    )
+    return Diagnosis(_installed(), settings.is_enabled(), status, tuple(filter(None, found)))
 
 
 def _settings_errors() -> list[str]:
@@ -207,20 +202,6 @@ def _not_loaded() -> list[str]:
         named = f"{plugins},kvpatch" if plugins else "kvpatch"
         found.append(f"VLLM_PLUGINS={plugins!r} does not name kvpatch: set VLLM_PLUGINS={named}")
     return found
-
-
-def settings_in_use() -> dict[str, str]:
-    """The variables that decide how caches travel.
-
-    Raises:
-        SettingsError: one of them holds a value that kvpatch cannot take.
-    """
-    return {
-        settings.HOST_BUFFER: settings.host_buffer(),
-        settings.HOST_BUFFER_BYTES: (
-            f"{settings.host_buffer_bytes()} a worker at most, or its KV cache"
-        ),
-    }
 
 
 def _import_connector() -> str:

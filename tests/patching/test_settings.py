@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from kvpatch.core import settings
 from kvpatch.core.errors import SettingsError
-from kvpatch.tools import doctor
 from kvpatch.tools.cli import app
 
 pytestmark = pytest.mark.patching
@@ -87,14 +86,3 @@ def test_a_variable_that_nobody_reads_is_named_with_the_nearest_real_one(monkeyp
     monkeypatch.setenv("KVPATCH_HOST_BUFER_BYTES", "1")
     (complaint,) = settings.complaints(())
     assert complaint.endswith("did you mean KVPATCH_HOST_BUFFER_BYTES?")
-
-
-def test_doctor_shows_the_host_buffers_settings(monkeypatch):
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER", "always")
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "1048576")
-    shown = doctor.settings_in_use()
-    assert shown["KVPATCH_HOST_BUFFER"] == "always"
-    assert shown["KVPATCH_HOST_BUFFER_BYTES"].startswith("1048576 ")
-    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "many")
-    with pytest.raises(SettingsError, match="KVPATCH_HOST_BUFFER_BYTES='many'"):
-        doctor.settings_in_use()
