@@ -145,19 +145,22 @@ def _key(name: str, path: str) -> str:
         return ""
     from pathlib import Path
 
-    cure = f"name a file that `kvpatch key FILE` has written, or unset {name}"
     try:
         key = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise _settings_error(
-            f"{name}={path!r} is not a file that can be read: {error}", cure
+            f"{name}={path!r} is not a file that can be read: {error}",
+            f"name a file that `kvpatch key FILE` has written, or unset {name}",
         ) from error
     # As ZMQ takes it.
     digits = [_Z85.find(letter) for letter in key]
     last = [_Z85.index(letter) for letter in _Z85_LAST]
     fives = [digits[at : at + 5] for at in range(0, len(key), 5)]
     if len(key) != KEY_LETTERS or min(digits) < 0 or max(fives) > last:
-        raise _settings_error(f"{name}={path!r} is not a file with a key in it", cure)
+        raise _settings_error(
+            f"{name}={path!r} is not a file with a key in it",
+            f"name a file that `kvpatch key FILE` has written, or unset {name}",
+        )
     return key
 
 
