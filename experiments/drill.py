@@ -27,10 +27,10 @@ from rich.progress import Progress
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
-from experiments.engines.references import Prompt
 from experiments.engines.routed import (
     KINDS,
     Play,
+    Prompt,
     answers_alone,
     batches,
     by_kind,

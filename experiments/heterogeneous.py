@@ -12,7 +12,7 @@ import sys
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
-from experiments.engines.shown import all_passed, show_pairs
+from experiments.engines.report import all_passed, show_pairs
 from experiments.harness import console_of, options_of, work_folder
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.setups import Options, require_release

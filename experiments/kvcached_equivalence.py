@@ -82,7 +82,7 @@ def bring_stand_ins() -> None:
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Plays the pairs; true if all were identical and every spoiled cache noticed."""
-    from experiments.engines.shown import all_passed, show_pairs
+    from experiments.engines.report import all_passed, show_pairs
 
     console = console_of(160)
     options = Options(

@@ -29,9 +29,8 @@ from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
-from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, answers_alone, by_kind, connections
+from experiments.engines.routed import TOGETHER, Play, Prompt, answers_alone, by_kind, connections
 from experiments.harness import (
     Goal,
     chosen,

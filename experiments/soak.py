@@ -29,8 +29,7 @@ from rich.console import Console
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
-from experiments.engines.references import Prompt
-from experiments.engines.routed import Outcome, Play, answers_alone, connections
+from experiments.engines.routed import Outcome, Play, Prompt, answers_alone, connections
 from experiments.engines.run import forget_prefixes
 from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed

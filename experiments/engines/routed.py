@@ -1,4 +1,8 @@
-"""Requests through P and D as a router sends them, each judged by a single engine's answer."""
+"""Requests through P and D as a router sends them, each judged by a single engine's answer.
+
+A prompt is taken only if the single engine prefers each token of its answer by a margin, so that
+another rounding in a batch of another size cannot change it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ import httpx
 from rich.console import Console
 
 from experiments.engines.faults import kill_and_restart
-from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.tools.verify.engine import Engine
 from kvpatch.tools.verify.handoff import Request, complete, prefill
@@ -33,6 +36,45 @@ PATIENCE_S = 60.0
 
 _OTHER_TOKENS, _OTHERS = 900, 3
 """More than a cache of 2,048 tokens has room for."""
+
+
+_MARGIN = 1e-3
+"""In the logarithm of a probability, of float32 that rounds otherwise in another batch."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request and what the single engine answers to it."""
+
+    token_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+async def reference(
+    client: httpx.AsyncClient,
+    single: Engine,
+    tokens: tuple[int, ...],
+    answer_tokens: int,
+    margin: float = _MARGIN,
+) -> Prompt | None:
+    """The single engine's answer; None where it is a close thing."""
+    response = await client.post(
+        f"{single.url}/v1/completions",
+        json={
+            "model": single.spec.model,
+            "prompt": list(tokens),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 2,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    choice = response.json()["choices"][0]
+    margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > margin else None
 
 
 def connections() -> httpx.AsyncClient:

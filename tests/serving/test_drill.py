@@ -20,8 +20,13 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import drill  # noqa: E402
 from experiments.engines import faults, routed, scenes  # noqa: E402
-from experiments.engines.references import Prompt  # noqa: E402
-from experiments.engines.routed import Asked, Outcome, Play, settled  # noqa: E402
+from experiments.engines.routed import (  # noqa: E402
+    Asked,
+    Outcome,
+    Play,
+    Prompt,  # noqa: E402
+    settled,
+)
 
 pytestmark = pytest.mark.serving
 

@@ -12,7 +12,7 @@ from kvpatch.core.errors import BadOptions
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import rolling_upgrade  # noqa: E402
-from experiments.engines.references import Prompt  # noqa: E402
+from experiments.engines.routed import Prompt  # noqa: E402
 from experiments.rolling_upgrade import Phase, Run  # noqa: E402
 
 pytestmark = pytest.mark.serving
