@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Side(str, Enum):
 
 
 def _new_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"kvpatch-verify-{os.getpid()}"
+    return Path(tempfile.gettempdir()) / f"kvpatch-verify-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
