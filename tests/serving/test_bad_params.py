@@ -17,7 +17,7 @@ from kvpatch.tools.verify.engine import Engine
 from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.setups import Options, Side, build_setups
+from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups
 from tests.bad_params import bad_params
 
 from .described import disagreements
@@ -91,7 +91,7 @@ async def _play(folder: Path) -> list[str]:
     import httpx
     from rich.console import Console
 
-    options = Options(work_dir=folder, setups="kvpatch", kvpatch_on=Side.DECODE)
+    options = Options(work_dir=folder, setups="kvpatch", kvpatch_on=PatchedSides.DECODE)
     (setup,) = build_setups(options, str(make_tiny_llama(folder / "model")))
     async with (
         httpx.AsyncClient(trust_env=False) as client,

@@ -21,7 +21,7 @@ from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.tools.verify.run import Serving
 from kvpatch.tools.verify.setups import (
     Options,
-    Side,
+    PatchedSides,
     build_setups,
     require_comparable,
 )
@@ -221,7 +221,7 @@ def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
         engine_args="--seed 1",
         p_args="--block-size 128",
         d_args="--tensor-parallel-size 2",
-        kvpatch_on=Side.DECODE,
+        kvpatch_on=PatchedSides.DECODE,
     )
     single, stock, patched = build_setups(options, "model")
     assert not single.decode and not single.prefill[0].connector
@@ -256,7 +256,7 @@ def test_the_commands_options_reach_the_run(
         Options(
             tmp_path,
             p_args="--block-size 128",
-            kvpatch_on=Side.DECODE,
+            kvpatch_on=PatchedSides.DECODE,
             max_tokens=3,
             negative_control=False,
         )

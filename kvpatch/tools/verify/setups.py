@@ -21,7 +21,7 @@ SETUPS = ("single", "stock", "kvpatch")
 """All set-ups, in the order in which they run; the first that is asked for is the reference."""
 
 
-class Side(str, Enum):
+class PatchedSides(str, Enum):
     """The sides of a pair on which kvpatch is."""
 
     BOTH = "both"
@@ -62,7 +62,9 @@ class Options:
     ] = ""
     p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
     d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
-    kvpatch_on: Annotated[Side, typer.Option(help="Sides with kvpatch.")] = Side.BOTH
+    kvpatch_on: Annotated[PatchedSides, typer.Option(help="Sides with kvpatch.")] = (
+        PatchedSides.BOTH
+    )
     dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
     negative_control: Annotated[
@@ -127,9 +129,11 @@ def build_setups(options: Options, model: str) -> list[Setup]:
                 f"{name}-{side.value}",
                 arguments,
                 True,
-                name == "kvpatch" and options.kvpatch_on in (Side.BOTH, side),
+                name == "kvpatch" and options.kvpatch_on in (PatchedSides.BOTH, side),
             )
-            for side, arguments in zip((Side.PREFILL, Side.DECODE), of_sides, strict=True)
+            for side, arguments in zip(
+                (PatchedSides.PREFILL, PatchedSides.DECODE), of_sides, strict=True
+            )
         )
         found.append(Setup(name, (prefill,), (decode,)))
     return found
