@@ -160,10 +160,8 @@ def _state_digests(states: tuple[SharedState, ...], rank: Rank) -> dict[str, str
             first += units.size
             shares.append(units if part.is_copied else np.split(units, rank.ranks)[rank.number])
     found, digests = np.concatenate(shares), {}
-    for piece in caches.pieces_of(StateDivision(states, reason=""), rank):
-        digests.update(
-            digest_heads("state", piece.number, found[None, None, piece.start : piece.end])
-        )
+    for number, where in caches.pieces_of(StateDivision(states, reason=""), rank):
+        digests.update(digest_heads("state", number, found[None, None, where]))
     return digests
 
 
@@ -185,8 +183,9 @@ def test_states_do_not_depend_on_ranks(states: tuple[SharedState, ...], ranks: i
 
 
 def test_states_that_nobody_can_divide_are_one_piece() -> None:
-    assert caches.pieces_of(StateDivision(), Rank(0, 1)) == (caches.StatePiece(0),)
-    assert caches.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == (caches.StatePiece(0),)
+    whole = ((0, slice(None)),)
+    assert caches.pieces_of(StateDivision(), Rank(0, 1)) == whole
+    assert caches.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == whole
 
 
 def test_a_missing_head_is_refused() -> None:
