@@ -15,10 +15,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from bench_transfer import Decode, beside_prefill
+from bench_transfer import THREADS, wait_for_transfer
 from harness import conclude, console_of, options_of, table_of
 from rich.progress import track
 
+from kvpatch.tools.verify.workers import WorkerMemory, beside_prefill
 from kvpatch.transfer.nixl import prepare_read
 
 SIZES = tuple(1 << power for power in range(7, 21))
@@ -34,7 +35,7 @@ class Row:
     seconds: float
 
 
-def measure(decode: Decode, total: int, size: int, most: int) -> Row:
+def measure(decode: WorkerMemory, total: int, size: int, most: int) -> Row:
     """Reads in runs of `size` bytes."""
     order = np.random.default_rng(0).permutation
     runs = min(total // size, most)
@@ -43,7 +44,8 @@ def measure(decode: Decode, total: int, size: int, most: int) -> Row:
     found = []
     for _ in range(REPEAT):
         started = time.perf_counter()
-        decode.wait(prepare_read(decode.agent, decode.ends, remote, local, np.full(runs, size)))
+        read = prepare_read(decode.agent, decode.ends, remote, local, np.full(runs, size))
+        wait_for_transfer(decode.agent, read)
         found.append(time.perf_counter() - started)
     return Row(size, runs, statistics.median(found))
 
@@ -71,7 +73,7 @@ def main() -> None:
     )
     console = console_of(120)
     total = options.mib * 1024**2
-    with beside_prefill(total, options.device) as decode:
+    with beside_prefill(options.device, total, THREADS) as decode:
         rows = [
             measure(decode, total, size, options.most)
             for size in track(SIZES, "reading", console=console)

@@ -21,27 +21,25 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.models import MAKERS
 from experiments.harness import (
     Goal,
+    Published,
     chosen,
     conclude,
     console_of,
     options_of,
-    table_of,
-    telling_refusals,
     work_folder,
 )
 from kvpatch.core.errors import EngineFailed
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import Engine, EngineSpec
-from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
+from kvpatch.tools.verify.handoff import Completion, Request, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
     progress_bar,
     require_kvpatch_as_asked,
@@ -55,6 +53,8 @@ _TORCH_ATTENTION = (
     "--worker-extension-cls",
     "experiments.engines.torch_attention.TorchCacheProbe",
 )
+#: vLLM's, for which attention in torch is written.
+_RELEASE = "0.32.0"
 _CACHE_GIB = 1
 _TOKEN_BYTES = 128 * 1024
 _PROMPT_TOKENS = 600
@@ -181,9 +181,9 @@ async def load(
     client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...], tokens: int = _ANSWER_TOKENS
 ) -> Completion:
     """One prompt through a pair."""
-    model, request_id = engines.prefill.spec.model, f"bench{uuid.uuid4().hex}"
+    request = Request(engines.prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
     urls = engines.prefill.url, engines.decode.url
-    return await prefill_then_decode(client, *urls, model, prompt, tokens, request_id)
+    return await prefill_then_decode(client, *urls, request, tokens)
 
 
 def compared(name: str, like: Completion, own: Completion) -> Load:
@@ -281,10 +281,6 @@ def ratios(loads: Sequence[Load], what: str) -> tuple[float, float, float]:
     return middle, lower, upper
 
 
-def median_ms(loads: Sequence[Load], what: str) -> float:
-    return 1e3 * statistics.median(getattr(one, what) for one in loads)
-
-
 def goals(found: Sequence[Measured]) -> list[Goal]:
     return [
         Goal(f"{one.pair}, D {when}: first token", ratios(loads, "first_token_s")[0], one.most)
@@ -293,24 +289,21 @@ def goals(found: Sequence[Measured]) -> list[Goal]:
     ]
 
 
-def table(found: Sequence[Measured]) -> Table:
-    """Ratios beside milliseconds."""
-    title = f"{_PROMPT_TOKENS} tokens, {_PROMPT_TOKENS * _TOKEN_BYTES / 1024**2:.0f} MiB of KV"
-    shown = table_of(title, (
-        "pair", "D", "first token, ms", "like", "ratio", "of D, ms", "like", "ratio",
-        "others, tokens/s",
-    ), ())  # fmt: skip
+def table(found: Sequence[Measured]) -> Published:
+    """Makes a row for each pair, D idle and busy."""
+    shown = []
     for one in found:
         for when, loads in (("idle", one.idle), ("busy", one.busy)):
-            row: list[Any] = [one.pair, when]
+            row = [one.pair, when, str(len(loads))]
             for what in ("first_token_s", "of_d_s"):
-                row += [f"{median_ms(loads, what):.0f}", f"{median_ms(loads, f'like_{what}'):.0f}"]
+                row.append(f"{1e3 * statistics.median(getattr(load, what) for load in loads):.0f}")
                 row.append("{:.2f} ({:.2f} to {:.2f})".format(*ratios(loads, what)))
-            if when == "busy":
-                rates = (one.tokens_per_s, one.like_tokens_per_s)
-                row.append("{:.0f} beside {:.0f}".format(*map(statistics.median, rates)))
-            shown.add_row(*row)
-    return shown
+            rates = map(statistics.median, (one.tokens_per_s, one.like_tokens_per_s))
+            row.append("{:.0f} beside {:.0f}".format(*rates) if when == "busy" else "")
+            shown.append(row)
+    columns = ("pair", "D", "prompts", "first token, ms", "of the like pair's", "of D, ms",
+               "of the like pair's", "others' tokens a second")  # fmt: skip
+    return Published("serving", "experiments/bench_serving.sh", _RELEASE, columns, shown)
 
 
 def main() -> None:
@@ -323,7 +316,7 @@ def main() -> None:
     )
     console = console_of(140)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         names = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         folder = work_folder(options.work_dir, "serving", console)
         model = str(MAKERS["much-kv"](folder / "much-kv"))
@@ -333,8 +326,9 @@ def main() -> None:
             for pair in PAIRS
             if pair.name in names
         ]
-    console.print(table(found))
-    conclude(found, goals(found), options, console)
+    published = table(found)
+    console.print(published.drawn())
+    conclude(found, goals(found), options, console, published)
 
 
 if __name__ == "__main__":

@@ -17,32 +17,27 @@ the bound is a copy of as many bytes on it.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Goal, conclude, console_of, options_of, table_of
-from rich.table import Table
+from harness import Goal, Published, conclude, console_of, options_of
 
 from kvpatch.geometry.direct_plan import plan_parts
 from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, is_direct, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.tools.verify.workers import WorkerMemory, beside_prefill, noise
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -125,93 +120,34 @@ class Measured:
     waiting_seconds: float
 
 
-def make_agent(name: str) -> Any:
-    """Makes a NIXL agent as vLLM does."""
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    return nixl_agent(name, nixl_agent_config(num_threads=THREADS, capture_telemetry=True))
-
-
-def random_bytes(size: int, seed: int) -> torch.Tensor:
-    """Returns noise, so that a byte in the wrong place shows."""
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
-
-
-def cache_memory(agent: Any, size_bytes: int, seed: int, device: str) -> torch.Tensor:
-    """Returns noise on a device, which NIXL knows."""
-    memory = random_bytes(size_bytes, seed).to(device)
-    wait_for(memory)
-    agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], kind_of(memory).kind)
-    return memory
-
-
-def kind_of(memory: torch.Tensor) -> Memory:
-    """Returns NIXL's name for the device's memory."""
-    return Memory("DRAM" if memory.device.type == "cpu" else "VRAM")
-
-
 def wait_for(memory: torch.Tensor) -> None:
     """Waits until the memory's device has finished all its work."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize()
 
 
-def prefill_side(connection: Connection, size_bytes: int, device: str = "cpu") -> None:
-    """Holds a cache until it is told to end."""
-    agent = make_agent("P")
-    memory = cache_memory(agent, size_bytes, 1, device)
-    connection.send((agent.get_agent_metadata(), memory.data_ptr()))
-    connection.recv()
+def prepared(own: WorkerMemory, count: int, run_bytes: int) -> tuple[Any, Any]:
+    """Prepares so many runs from the start of both memories: local, remote."""
+    runs = np.full((count, 3), (0, run_bytes, 0), dtype=np.uint64)
+    runs[:, 0] = np.arange(count) * run_bytes
+
+    def of(name: str, address: int) -> Any:
+        placed = runs + np.array((address, 0, 0), dtype=np.uint64)
+        described = own.agent.get_xfer_descs(placed, own.kind.kind)
+        return own.agent.prep_xfer_dlist(name, described)
+
+    ours = of("NIXL_INIT_AGENT", own.memory.data_ptr())
+    return ours, of(own.ends.agent, own.remote_address)
 
 
-class Decode:
-    """D's process: its own memory, and P's agent."""
-
-    def __init__(self, size_bytes: int, connection: Connection, device: str = "cpu") -> None:
-        self.agent = make_agent("D")
-        self.memory = cache_memory(self.agent, size_bytes, 2, device)
-        self.kind = kind_of(self.memory)
-        metadata, self.remote_address = connection.recv()
-        name = self.agent.add_remote_agent(metadata)
-        name = name.decode() if isinstance(name, bytes) else name
-        self.ends = Ends(self.kind, self.kind, name)
-
-    def prepared(self, count: int, run_bytes: int) -> tuple[Any, Any]:
-        """Prepares so many runs from the start of both memories: local, remote."""
-        runs = np.full((count, 3), (0, run_bytes, 0), dtype=np.uint64)
-        runs[:, 0] = np.arange(count) * run_bytes
-
-        def of(name: str, address: int) -> Any:
-            placed = runs + np.array((address, 0, 0), dtype=np.uint64)
-            described = self.agent.get_xfer_descs(placed, self.kind.kind)
-            return self.agent.prep_xfer_dlist(name, described)
-
-        ours = of("NIXL_INIT_AGENT", self.memory.data_ptr())
-        return ours, of(self.ends.agent, self.remote_address)
-
-    def wait(self, handle: Any) -> None:
-        """Waits until a transfer of NIXL's is done."""
-        state = self.agent.transfer(handle)
-        while state == "PROC":
-            state = self.agent.check_xfer_state(handle)
-        if state != "DONE":
-            raise RuntimeError(f"a transfer ended as {state}")
-        self.agent.release_xfer_handle(handle)
-
-
-@contextmanager
-def beside_prefill(size_bytes: int, device: str) -> Iterator[Decode]:
-    """Yields D, while another process holds a cache as large."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, size_bytes, device)
-    prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
-    prefill.start()
-    try:
-        yield Decode(size_bytes, ours, device)
-    finally:
-        ours.send(None)
-        prefill.join()
+def wait_for_transfer(agent: Any, handle: Any) -> None:
+    """Posts a transfer of NIXL's, and waits until it is done."""
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    if state != "DONE":
+        raise RuntimeError(f"a transfer ended as {state}")
+    agent.release_xfer_handle(handle)
 
 
 Way = Callable[[], int]
@@ -221,7 +157,7 @@ Way = Callable[[], int]
 class Setup:
     """One pair on the two memories."""
 
-    def __init__(self, pair: Pair, tokens: int, decode: Decode) -> None:
+    def __init__(self, pair: Pair, tokens: int, decode: WorkerMemory) -> None:
         self.pair, self.tokens, self.decode = pair, tokens, decode
         self.total_bytes = tokens * pair.model.token_bytes
         order = np.random.default_rng(0).permutation
@@ -280,7 +216,7 @@ class Setup:
         agent, model = self.decode.agent, self.pair.model
         block_bytes = block_tokens * model.token_bytes // model.layers
         blocks = self.tokens // block_tokens
-        sides = self.decode.prepared(model.layers * blocks, block_bytes)
+        sides = prepared(self.decode, model.layers * blocks, block_bytes)
         first = np.arange(model.layers)[:, None] * blocks
         ours, theirs = (
             (first + np.random.default_rng(seed).permutation(blocks)).reshape(-1) for seed in (5, 0)
@@ -288,7 +224,7 @@ class Setup:
 
         def run() -> int:
             handle = agent.make_prepped_xfer("READ", sides[0], ours, sides[1], theirs, b"")
-            self.decode.wait(handle)
+            wait_for_transfer(agent, handle)
             return ours.size
 
         return run
@@ -335,13 +271,13 @@ class Setup:
     def check(self, ways: Mapping[str, Way]) -> None:
         """Runs each way; those that are kvpatch's have to bring P's bytes."""
         for way, run in ways.items():
-            self.decode.memory.copy_(random_bytes(self.decode.memory.numel(), 2))
+            self.decode.memory.copy_(noise(self.decode.memory.numel(), 2))
             run()
             if way in ("direct", "staged"):
                 self._compare()
 
     def _compare(self) -> None:
-        source = random_bytes(self.decode.memory.numel(), 1).numpy()
+        source = noise(self.decode.memory.numel(), 1).numpy()
         target = self.decode.memory.cpu().numpy()
         place = {"remote": self.decode.remote_address, "local": self.decode.memory.data_ptr()}
         at = np.arange(self.tokens)
@@ -366,7 +302,7 @@ def progress_seconds() -> tuple[float, float]:
     return spent / 1e9, waited / 1e9
 
 
-def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
+def measure(pair: Pair, mib: int, repeat: int, decode: WorkerMemory) -> list[Measured]:
     """The rows of one pair; its ways take turns, so that a slow second slows all of them."""
     setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
     costs = HOST_MEMORY if decode.memory.device.type == "cpu" else DEVICE_MEMORY
@@ -411,16 +347,23 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
     ]
 
 
-def table(rows: list[Measured]) -> Table:
-    """Shows a row for each pair and way."""
-    columns = ("P -> D", "way", "GB/s", "of stock", "of bound", "descriptors", "works ms",
-               "waits ms")  # fmt: skip
-    return table_of("", columns, (
-        (row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
-         f"{row.of_bound:.2f}", f"{row.descriptors:,}",
-         f"{row.working_seconds * 1e3:.0f}", f"{row.waiting_seconds * 1e3:.0f}")
-        for row in rows
-    ))  # fmt: skip
+def table(rows: list[Measured]) -> Published:
+    """Makes a row for each pair: what stock reads between like engines, and both of our ways."""
+    pairs: dict[str, dict[str, Measured]] = {}
+    for row in rows:
+        pairs.setdefault(row.pair, {})[row.way.removesuffix(" (auto)")] = row
+    shown = []
+    for pair, found in pairs.items():
+        stock, direct, staged = (found[way] for way in ("stock, both like P", "direct", "staged"))
+        chosen = "direct" if direct.way.endswith("(auto)") else "staged"
+        shown.append([
+            pair, *(f"{way.gb_per_second:.1f}" for way in (stock, direct, staged)), chosen,
+            f"{found[chosen].of_like_p:.2f}", f"{staged.of_bound:.2f}",
+            f"{staged.working_seconds * 1e3:.0f} + {staged.waiting_seconds * 1e3:.0f}",
+        ])  # fmt: skip
+    columns = ("P → D", "stock, like engines, GB/s", "direct", "staged", "read as",
+               "of stock's", "staged, of its bound", "staged: works + waits, ms")  # fmt: skip
+    return Published("transfer", "experiments/bench_transfer.py", "", columns, shown)
 
 
 def goals(rows: list[Measured]) -> list[Goal]:
@@ -445,13 +388,17 @@ def main() -> None:
     console = console_of(150)
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
-    with beside_prefill(size, options.device) as decode, console.status("measuring") as status:
+    with (
+        beside_prefill(options.device, size, THREADS) as decode,
+        console.status("measuring") as status,
+    ):
         numbers = [int(number) for number in options.pairs.split(",") if number]
         for pair in [PAIRS[number] for number in numbers] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
-    console.print(table(rows))
-    conclude(rows, goals(rows), options, console)
+    published = table(rows)
+    console.print(published.drawn())
+    conclude(rows, goals(rows), options, console, published)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
-from experiments.engines.references import Prompt
 from experiments.engines.routed import (
     KINDS,
     Play,
+    Prompt,
     answers_alone,
     batches,
     by_kind,
@@ -40,15 +39,15 @@ from experiments.engines.routed import (
 from experiments.engines.scenes import LEASE_S, SCENES, Told
 from experiments.harness import (
     Goal,
+    Published,
     chosen,
     conclude,
     console_of,
     options_of,
     show_said,
-    table_of,
-    telling_refusals,
     work_folder,
 )
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -80,6 +79,20 @@ class Pair:
         return self.prefill_kvpatch and self.decode_kvpatch
 
 
+_RELEASE = "0.32.0"
+_FAULTS = {
+    "stale": "D held up past the lease",
+    "link": "P held up as D reads",
+    "replaced": "P killed and back under its id before D reads",
+    "kill-p": "P killed among requests, back under its id",
+    "kill-d": "D killed among requests, back under its id",
+}
+_PAIRS = {
+    "stock": "stock",
+    "d-alone": "kvpatch on D",
+    "both": "kvpatch on both",
+    "both-64-32": "kvpatch on both, blocks of 64 and 32 tokens",
+}
 PAIRS = (
     Pair("stock", False, False),
     Pair("d-alone", False, True),
@@ -279,34 +292,26 @@ async def drill(asking: Asking, options: Options, console: Console) -> list[Row]
     rows = []
     for pair in asking.pairs:
         its = await play_pair(pair, asking, prompts, words, options, console)
-        console.print(table(its))
+        console.print(table(its).drawn())
         rows += its
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Shows what became of requests, beside what P and D counted."""
-    shown = table_of(f"lease of {LEASE_S} s; wrong: with HTTP 200", (
-        "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
-        "D's count", "broken at P", "broken at D", "no answer", "failed after", "again: right",
-        "wrong", "failed", "leases ended", "failed transfers", "ended", "s",
-    ), ())  # fmt: skip
+def table(rows: Sequence[Row]) -> Published:
+    """Makes a row for each fault and pair."""
+    shown = []
     for row in rows:
-        shown.add_row(
-            *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
-            *(str(row.failed_at_p), known(row.counted_at_p)),
-            *(str(row.failed_at_d), known(row.counted_at_d)),
-            *(str(row.broken_at_p), str(row.broken_at_d), str(row.no_answer)),
-            *(str(row.failed_after), str(row.again_right), str(row.again_wrong)),
-            *(str(row.again_failed), known(row.expired), known(row.transfers)),
-            ", ".join(row.ended),
-            f"{row.seconds:.0f}",
-        )
-    return shown
-
-
-def known(counted: int | None) -> str:
-    return "-" if counted is None else str(counted)
+        again = row.again_right + row.again_wrong + row.again_failed
+        shown.append([
+            _FAULTS[row.scene], _PAIRS[row.pair], f"{row.requests:,}", str(row.right),
+            str(row.wrong), str(row.failed_at_d),
+            "-" if row.counted_at_d is None else str(row.counted_at_d),
+            str(row.broken_at_p + row.broken_at_d), str(row.no_answer),
+            f"{row.again_right} of {again}",
+        ])  # fmt: skip
+    columns = ("fault", "P and D", "requests", "right", "wrong, HTTP 200", "failed at D",
+               "D's count", "connection broken", "no answer", "asked again: right")  # fmt: skip
+    return Published("drill", "experiments/drill.sh", _RELEASE, columns, shown)
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
@@ -347,7 +352,7 @@ def main() -> None:
     )
     console = console_of(150)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
         folder = work_folder(options.work_dir, "drill", console)
@@ -360,10 +365,11 @@ def main() -> None:
         )
         of_run = Options(work_dir=folder, model=model)
         rows = until_signal(drill(asking, of_run, console))
-    console.print(table(rows))
+    published = table(rows)
+    console.print(published.drawn())
     for row in rows:
         show_said(f"{row.pair}, {row.scene}", row.said, console)
-    conclude(rows, goals(rows), options, console)
+    conclude(rows, goals(rows), options, console, published)
 
 
 if __name__ == "__main__":

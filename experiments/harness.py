@@ -10,17 +10,18 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
+from kvpatch.core.errors import BadOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+_DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class Goal:
         return self.found >= self.wanted if self.is_least else self.found <= self.wanted
 
 
+class Published(NamedTuple):
+    """A table that a page shows: the name of its data, what makes it, vLLM's release or none."""
+
+    name: str
+    made_by: str
+    release: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def drawn(self) -> Table:
+        """Returns it for a console."""
+        return table_of("", self.columns, self.rows)
+
+
 def are_met(goals: Sequence[Goal], console: Console) -> bool:
     """Prints goals beside results; true if all are met."""
     console.print(table_of("", ("goal", "wanted", "found", ""), (
@@ -50,13 +65,14 @@ def are_met(goals: Sequence[Goal], console: Console) -> bool:
 def options_of(
     description: str | None, judged: bool = True, **more: tuple[Any, str]
 ) -> argparse.Namespace:
-    """Parses options of (default, help) each, and --json and --check for :func:`conclude`."""
+    """Parses options of (default, help) each, and those that :func:`conclude` takes."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if judged:
         parser.add_argument("--json", type=Path, help="write the rows here too")
         more["check"] = (False, "exit 1 where a goal is missed")
+        more["note"] = (None, "on the machine: write the table that a page shows, with this note")
     for name, (default, said) in more.items():
         kind: dict[str, Any] = {"type": str if default is None else type(default)}
         if default is False:
@@ -64,19 +80,6 @@ def options_of(
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, default=default, help=said, **kind)
     return parser.parse_args()
-
-
-@contextmanager
-def telling_refusals() -> Iterator[None]:
-    """Turns an error of kvpatch's into its sentence and exit status 2; 128 + n by signal n."""
-    try:
-        yield
-    except Interrupted as stopped:
-        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    except KvpatchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def console_of(width: int) -> Console:
@@ -87,15 +90,26 @@ def console_of(width: int) -> Console:
 
 
 def conclude(
-    rows: Sequence[Any], goals: Sequence[Goal], options: argparse.Namespace, console: Console
+    rows: Sequence[Any],
+    goals: Sequence[Goal],
+    options: argparse.Namespace,
+    console: Console,
+    published: Published | None = None,
 ) -> None:
-    """Writes the rows, dataclasses, and judges them, each where it is asked to.
+    """Writes the rows, dataclasses, publishes their table and judges them, where it is asked to.
+
+    `python -m tests.contract --pages` brings a table onto its page.
 
     Raises:
         SystemExit: a goal is missed.
     """
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    if options.note is not None and published is not None:
+        from tests.played import write_table
+
+        name, made_by, release, columns, shown = published
+        write_table(_DATA / f"{name}.json", made_by, release, options.note, columns, shown)
     if options.check and not are_met(goals, console):
         sys.exit(1)
 

@@ -12,25 +12,25 @@ import sys
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
-from experiments.engines.shown import all_passed, show_pairs
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.engines.report import all_passed, show_pairs
+from experiments.harness import console_of, options_of, work_folder
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.setups import Options, require_release
 
 
 def _play(asked: argparse.Namespace) -> bool:
-    console = console_of(132)
+    console = console_of(160)
     rows = choose(asked.rows, ROWS if asked.rows is None else (*ROWS, *TILED_ROWS))
     if asked.list:
         print(*(row.name for row in rows), sep="\n")
         return True
     if asked.write:
         require_all([row.name for row in rows if not asked.no_stock])
-    if asked.release is not None:
-        require_release(asked.release)
+    require_release(asked.release)
     options = Options(
         work_dir=work_folder(asked.work_dir, "heterogeneous", console),
         max_tokens=asked.max_tokens,
-        startup_timeout_s=asked.startup_timeout,
+        startup_timeout=asked.startup_timeout,
     )
     stock = not asked.no_stock
     results = show_pairs(rows, options, console, "heterogeneous", with_stock=stock)
@@ -54,7 +54,7 @@ def main() -> None:
         startup_timeout=(900.0, "seconds that an engine may take to start"),
         write=(False, f"write {DATA.name} of the documentation anew"),
     )
-    with telling_refusals():
+    with exit_statuses():
         sys.exit(not _play(asked))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,43 +26,17 @@ from collections.abc import Sequence
 
 from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
-from experiments.engines.pairs import Row, by_single, choose, row_setups, single_setup
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.engines.pairs import Row, choose
+from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import KvpatchError
-from kvpatch.tools.verify.setups import Options, Setup, require_release
+from kvpatch.tools.cli import exit_statuses
+from kvpatch.tools.verify.setups import Options, require_release
 
 _STAND_INS_RELEASE = "0.32.0"
-_MODEL = "WORK_DIR/model-wide"
-_TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
 
 
 class NotHere(KvpatchError):
     """This machine or environment cannot run the experiment."""
-
-
-def plan(rows: Sequence[Row], *, stock: bool) -> list[str]:
-    """A line for each engine that would run: its variables and arguments."""
-    lines = []
-    for single, its_rows in by_single(rows).items():
-        lines += _lines(single_setup(single, _MODEL))
-        for row in its_rows:
-            lines.append(f"\n{row.name}: {row}")
-            without, with_kvpatch = row_setups(row, _MODEL)
-            lines += _lines(with_kvpatch)
-            if stock:
-                lines += _lines(Setup(without.name, (), without.decode))
-    return lines
-
-
-def _lines(setup: Setup) -> list[str]:
-    lines = []
-    for spec in setup.specs:
-        variables = dict(spec.environment)
-        if spec.kvpatch:
-            variables["ENABLE_KVPATCH"] = "true"
-        told = [f"{name}={variables[name]}" for name in _TELLS if name in variables]
-        lines.append(" ".join(["", spec.name, *told, shlex.join(spec.arguments)]))
-    return lines
 
 
 def require_here() -> None:
@@ -75,8 +48,8 @@ def require_here() -> None:
     if gpus.returncode or not gpus.stdout.strip():
         raise NotHere(
             "this machine has no CUDA device (nvidia-smi finds none), and kvcached has memory on "
-            "one only: run it where there is one; --dry-run shows the plan anywhere, and "
-            "tests/lab/test_kvcached.py runs kvcached's own view code in host memory"
+            "one only: run it where there is one; --on-cpu runs kvcached's own view code in host "
+            "memory"
         )
     missing = [name for name in ("vllm", "nixl", "kvcached") if not importlib.util.find_spec(name)]
     if missing:
@@ -109,13 +82,13 @@ def bring_stand_ins() -> None:
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Plays the pairs; true if all were identical and every spoiled cache noticed."""
-    from experiments.engines.shown import all_passed, show_pairs
+    from experiments.engines.report import all_passed, show_pairs
 
-    console = console_of(132)
+    console = console_of(160)
     options = Options(
         work_dir=work_folder(asked.work_dir, "kvcached", console),
         max_tokens=asked.max_tokens,
-        startup_timeout_s=asked.startup_timeout,
+        startup_timeout=asked.startup_timeout,
     )
     results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
     return all_passed(results)
@@ -128,7 +101,6 @@ def main() -> int:
         judged=False,
         rows=(None, "which pairs, by commas; all by default"),
         list=(False, "only name the pairs"),
-        dry_run=(False, "only show the engines and their variables"),
         on_cpu=(False, "without a GPU: kvcached's view code, what needs CUDA stood in for"),
         stock=(False, "also serve each pair without kvpatch on D"),
         release=(None, "vLLM release that must be installed"),
@@ -136,21 +108,17 @@ def main() -> int:
         work_dir=(None, "for logs, the model, layout dumps and results; kept"),
         startup_timeout=(900.0, "seconds an engine may take to start"),
     )
-    with telling_refusals():
+    with exit_statuses():
         rows = choose(asked.rows, CPU_ROWS if asked.on_cpu else ROWS)
         if asked.list:
             print("\n".join(row.name for row in rows))
-            return 0
-        if asked.dry_run:
-            print("\n".join(plan(rows, stock=asked.stock)))
             return 0
         if asked.on_cpu:
             bring_stand_ins()
         else:
             require_here()
             importable_in_engines()
-        if asked.release is not None:
-            require_release(asked.release)
+        require_release(asked.release)
         return 0 if run(asked, rows) else 1
 
 

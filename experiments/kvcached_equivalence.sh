@@ -3,7 +3,7 @@
 #
 #   experiments/kvcached_equivalence.sh                                all pairs
 #   experiments/kvcached_equivalence.sh --rows contiguous,split-half   some pairs
-#   experiments/kvcached_equivalence.sh --list | --dry-run | --help    anywhere, without CUDA
+#   experiments/kvcached_equivalence.sh --list | --help                anywhere, without CUDA
 #   experiments/kvcached_equivalence.sh --release 0.28.0               vLLM release; this by default
 #   experiments/kvcached_equivalence.sh --on-cpu                       anywhere, CUDA stood in for
 #
@@ -34,7 +34,7 @@ only_talks() {
     local argument
     for argument in "$@"; do
         case "$argument" in
-            --help | -h | --list | --dry-run) return 0 ;;
+            --help | -h | --list) return 0 ;;
         esac
     done
     return 1
@@ -49,16 +49,16 @@ if ! only_talks "$@" && [[ " $* " == *" --on-cpu "* ]]; then
 fi
 if only_talks "$@"; then
     for python in "$env/bin/python" "$root"/.cache/env-*/bin/python python3; do
-        if "$python" -c "import packaging, wrapt" 2>/dev/null; then
+        if "$python" -c "import packaging, typer, wrapt" 2>/dev/null; then
             run "$python" "$@"
         fi
     done
-    say "--help, --list and --dry-run need a Python with packaging and wrapt: set KVPATCH_PYTHON"
+    say "--help and --list need a Python with packaging, typer and wrapt: set KVPATCH_PYTHON"
     exit 2
 fi
 if ! nvidia-smi -L >/dev/null 2>&1; then
     say "this machine has no CUDA device (nvidia-smi finds none), and kvcached has memory on one" \
-        "only: nothing was installed. Run it where there is one; --dry-run shows the plan anywhere"
+        "only: nothing was installed. Run it where there is one; --on-cpu runs anywhere"
     exit 2
 fi
 if [[ ! -e "$env/complete" ]]; then

@@ -23,6 +23,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,23 +114,20 @@ async def served_identically(
     (await client.post(f"{prefill.url}/reset_prefix_cache", timeout=60.0)).raise_for_status()
     alone = await Serving("alone", (prefill,), (), client, options, console).observe(cases)
     found = compare(cases, {"alone": alone, "pair": pair})
-    console.print(report.table(found), report.table(found, control=True))
-    for line in (*report.errors(found), *report.summary(found)):
+    for line in (*report.errors(found), *report.differences(found), *report.summary(found)):
         console.print(line, markup=False)
     return found.passed
 
 
 async def computed_there(client: httpx.AsyncClient, prefill: Engine, decode: Engine) -> bool:
     """True if a scheduler whose workers lack kvpatch says so, and answers as P does alone."""
-    from kvpatch.tools.verify.handoff import complete, prefill_then_decode
+    from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
 
     enabled = [found["enabled"] for found in await decode.rpc(client, "kvpatch_process_status")]
     print(f"kvpatch in the workers that it was kept from: {enabled}")
-    model, prompt = prefill.spec.model, tuple(range(10, 210))
-    answer = await prefill_then_decode(
-        client, prefill.url, decode.url, model, prompt, 8, "left-behind"
-    )
-    alone = await complete(client, prefill.url, model, prompt, 8, "left-behind-alone")
+    asked = Request(prefill.spec.model, tuple(range(10, 210)), "left-behind")
+    answer = await prefill_then_decode(client, prefill.url, decode.url, asked, 8)
+    alone = await complete(client, prefill.url, replace(asked, request_id="left-behind-alone"), 8)
     lines = [line for line in decode.log.read_text().splitlines() if _SAYS in line]
     print(f"answered {answer.token_ids}, alone {alone.token_ids}", *lines[:1])
     return bool(lines) and not any(enabled) and answer.token_ids == alone.token_ids
@@ -145,7 +143,7 @@ async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
     from kvpatch.tools.verify.setups import Options, small_engine
 
     model, console = str(make_tiny_llama(work / "model")), Console()
-    options = Options(work_dir=work, max_tokens=8, startup_timeout_s=900.0)
+    options = Options(work_dir=work, max_tokens=8, startup_timeout=900.0)
     (first, second), kept = clusters, ["ENABLE_KVPATCH"]
     specs = (
         small_engine("prefill", model, "float32", _PREFILL, True, False),

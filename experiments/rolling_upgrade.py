@@ -29,9 +29,8 @@ from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
-from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, answers_alone, by_kind, connections
+from experiments.engines.routed import TOGETHER, Play, Prompt, answers_alone, by_kind, connections
 from experiments.harness import (
     Goal,
     chosen,
@@ -40,9 +39,9 @@ from experiments.harness import (
     options_of,
     show_said,
     table_of,
-    telling_refusals,
     work_folder,
 )
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import (
@@ -223,7 +222,7 @@ class Fleet:
         self._starts = True
         try:
             made.start()
-            await made.ready(self.play.client, self.play.options.startup_timeout_s)
+            await made.ready(self.play.client, self.play.options.startup_timeout)
         except BaseException:
             made.stop()
             raise
@@ -365,7 +364,7 @@ def main() -> None:
     )
     console = console_of(160)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         orders = chosen(options.orders, ORDERS, "--orders")
         ways = chosen(options.ways, WAYS, "--ways")
         for release in (options.old, options.new):

@@ -1,8 +1,8 @@
 """Sends many requests through host buffers on P and D; experiments/soak.sh runs this.
 
 P and D have blocks of 64 and 32 tokens, and host buffers with room for about four requests. Some
-clients give up while P computes, after P's answer, or while D answers. In the middle another P
-takes P's place, and what was under way is asked again.
+clients give up while P computes, after P's answer, or while D answers. In the middle P is killed,
+another P takes its place, and what was under way is asked again.
 
 At the end a prompt needs every host block of P: it is served only if none is left allotted. Then it
 is sent once more beside host blocks that were left to a lease, and has to wait for them. The last
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -23,21 +24,19 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import httpx
 from rich.console import Console
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
-from experiments.engines.references import Prompt, reference
+from experiments.engines.routed import Outcome, Play, Prompt, answers_alone, connections
 from experiments.engines.run import forget_prefixes
-from experiments.harness import console_of, options_of, telling_refusals, work_folder
+from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
+from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
-from kvpatch.tools.verify.handoff import Completion, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal, vocabulary
+from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal
 from kvpatch.tools.verify.setups import Options, small_engine
 
 LEASE_S = 15
@@ -46,8 +45,9 @@ HOST_BLOCK_BYTES = 64 * 4 * 2 * 4 * 32 * 4
 #: The null block's, and as many as the longest prompt of the model needs.
 HOST_BLOCKS = 1 + 16
 WHOLE_TOKENS = 1000
+#: Of such prompts the single engine has a clear answer to one.
+WHOLE_TRIES = 8
 CACHE_TOKENS = 16384
-ANSWER_TOKENS = 4
 LONGEST = 260
 TRIES = 4
 SAMPLE_S = 10
@@ -55,35 +55,17 @@ SAMPLE_S = 10
 GROWTH_BYTES = 64 * 1024**2
 
 
-@dataclass
-class Tally:
-    """Counts the ends of requests, and the engines' memory over time."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    memory: list[Sample] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Sample:
-    """The memory of both engines at one time.
+    """The memory of both engines, and how often P had restarted by then."""
 
-    Attributes:
-        seconds: since the first request.
-        requests: that were sent by then.
-        restarts: of P by then; it has another process after each.
-    """
-
-    seconds: float
-    requests: int
     restarts: int
     prefill_bytes: int
     decode_bytes: int
 
 
-def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpec:
-    """P, D or the single engine, with a cache that the soak fills many times over."""
+def engine(name: str, model: str, block_tokens: int) -> EngineSpec:
+    """P or D, with a cache that the soak fills many times over."""
     config = {
         **TRANSFER_CONFIG,
         "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
@@ -92,9 +74,8 @@ def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpe
         *LAB_PROBE,
         *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
         *("--num-gpu-blocks-override", str(CACHE_TOKENS // block_tokens)),
+        *("--kv-transfer-config", json.dumps(config)),
     )
-    if kvpatch:
-        arguments += ("--kv-transfer-config", json.dumps(config))
     settings = (
         ("KVPATCH_HOST_BUFFER", "always"),
         ("KVPATCH_HOST_BUFFER_BYTES", str(HOST_BLOCKS * HOST_BLOCK_BYTES)),
@@ -103,77 +84,55 @@ def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpe
         ("MALLOC_ARENA_MAX", "2"),
         ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8"),
     )
-    return small_engine(
-        name, model, "float32", arguments, kvpatch, kvpatch, settings if kvpatch else ()
-    )
+    return small_engine(name, model, "float32", arguments, True, True, settings)
 
 
-@dataclass(frozen=True)
-class References:
-    """Prompts with the answers of one engine alone, and one prompt that needs every host block."""
+class Drawn:
+    """Draws prompts: a few that need every host block, then others, some with a shared prefix."""
 
-    prompts: list[Prompt]
-    whole: Prompt
+    def __init__(self) -> None:
+        self._whole = itertools.count()
+        self._prefixes: list[tuple[int, ...]] = []
 
-
-async def references(
-    client: httpx.AsyncClient, single: Engine, count: int, console: Console
-) -> References:
-    """Asks the single engine."""
-    ids = sorted(set(await vocabulary(client, single)))
-    chance = random.Random(11)
-    limit = asyncio.Semaphore(16)
-    # Some begin as an earlier one does.
-    prefixes = [tuple(chance.choices(ids, k=chance.randint(32, 130))) for _ in range(40)]
-
-    async def ask(tokens: tuple[int, ...]) -> Prompt | None:
-        async with limit:
-            return await reference(client, single, tokens, ANSWER_TOKENS)
-
-    def draw() -> tuple[int, ...]:
-        begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
-        return (*begin, *chance.choices(ids, k=chance.randint(2, LONGEST - len(begin))))
-
-    found: list[Prompt] = []
-    while len(found) < count:
-        batch = await asyncio.gather(
-            *(ask(draw()) for _ in range(min(200, count - len(found) + 8)))
-        )
-        found += [prompt for prompt in batch if prompt is not None]
-        console.print(
-            f"single engine: {len(found)} of {count} prompts, {resident(single) / 2**20:.0f} MiB",
-            highlight=False,
-        )
-    while (whole := await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))) is None:
-        pass
-    return References(found[:count], whole)
+    def __call__(self, chance: random.Random, words: list[int]) -> tuple[int, ...]:
+        if next(self._whole) < WHOLE_TRIES:
+            return tuple(chance.choices(words, k=WHOLE_TOKENS))
+        if not self._prefixes:
+            lengths = (chance.randint(32, 130) for _ in range(40))
+            self._prefixes = [tuple(chance.choices(words, k=length)) for length in lengths]
+        begin = chance.choice(self._prefixes) if chance.random() < 0.2 else ()
+        return (*begin, *chance.choices(words, k=chance.randint(2, LONGEST - len(begin))))
 
 
 @dataclass
 class Soak:
-    """The pair, and all requests through it."""
+    """The pair, and all requests through it.
 
-    client: httpx.AsyncClient
-    options: Options
+    Attributes:
+        whole: the prompt that needs every host block of P.
+        ends: how many requests ended how.
+        failures: the wrong answers too.
+    """
+
+    play: Play
     console: Console
-    model: str
-    prefill: Engine
-    decode: Engine
-    references: References
-    tally: Tally = field(default_factory=Tally)
+    prompts: list[Prompt]
+    whole: Prompt
+    ends: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
     restarts: int = 0
-    is_down: bool = False
-    under_way: int = 0
     sent: int = 0
-    started: float = 0.0
+    under_way: int = 0
+    started: float = field(default_factory=time.monotonic)
+    _is_up: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, connections: int, seconds: float) -> int:
+    async def run(self, together: int, seconds: float) -> None:
         """All prompts that the time allows, so many at once; P restarts in the middle."""
-        queue = list(enumerate(self.references.prompts))
+        queue = list(enumerate(self.prompts))
         queue.reverse()
-        total = len(queue)
-        chance = random.Random(5)
-        self.started = time.monotonic()
+        total, chance = len(queue), random.Random(5)
+        self._is_up.set()
 
         def passed() -> float:
             return max((total - len(queue)) / total, (time.monotonic() - self.started) / seconds)
@@ -184,114 +143,74 @@ class Soak:
                 self.sent += 1
                 if passed() >= 0.5 and not self.restarts:
                     await self.restart()
-                while self.is_down:
-                    await asyncio.sleep(0.2)
+                await self._is_up.wait()
                 await self.serve(number, prompt, chance)
 
         self.sample()
         sampling = asyncio.create_task(self.keep_sampling())
         try:
-            await asyncio.gather(*(connection() for _ in range(connections)))
+            await asyncio.gather(*(connection() for _ in range(together)))
         finally:
             sampling.cancel()
         self.sample()
-        return self.sent
 
     async def keep_sampling(self) -> None:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            if not self.is_down:
+            if self._is_up.is_set():
                 self.sample()
 
     async def restart(self) -> None:
-        """Stops P whatever it is doing, and starts another in its place."""
-        self.is_down = True
+        """Kills P whatever it is doing, and starts another in its place."""
+        self._is_up.clear()
         self.restarts += 1
         self.console.print(f"P restarts, {self.under_way} requests under way", highlight=False)
-        await asyncio.to_thread(self.prefill.stop)
-        spec = engine("soak-prefill-again", self.model, 64, True)
-        self.prefill = Engine(spec, self.options.work_dir / f"{spec.name}.log")
-        self.prefill.start()
-        await self.prefill.ready(self.client, self.options.startup_timeout_s)
-        self.is_down = False
+        await self.play.restart(self.play.prefill)
+        self._is_up.set()
         self.sample()
 
     async def serve(self, number: int, prompt: Prompt, chance: random.Random) -> None:
         """One request; what fails because of the restart is asked again."""
-        how = chance.random()
-        patience = chance.uniform(0.0, 0.3)
+        how, patience = chance.random(), chance.uniform(0.0, 0.3)
         for attempt in range(TRIES):
             restarts = self.restarts
             self.under_way += 1
-            try:
-                outcome = await self.ask(prompt, how, patience)
-            except (RequestFailed, httpx.HTTPError) as error:
-                if (self.restarts > restarts or self.is_down) and attempt + 1 < TRIES:
-                    self.tally.outcomes["asked again because P restarted"] += 1
-                    while self.is_down:
-                        await asyncio.sleep(0.2)
-                    continue
-                if isinstance(error, httpx.TransportError) and attempt + 1 < TRIES:
-                    self.tally.outcomes["asked again because a connection was closed"] += 1
-                    continue
-                self.tally.outcomes["failed"] += 1
-                self.tally.failures.append(f"{number}: {error!r}")
-                return
-            finally:
-                self.under_way -= 1
-            self.tally.outcomes[outcome] += 1
-            if outcome == "wrong":
-                self.tally.wrong.append(f"{number}: {len(prompt.token_ids)} tokens")
+            end = await self.ask(prompt, how, patience)
+            self.under_way -= 1
+            is_failed = isinstance(end, Outcome) and end.kind not in ("right", "wrong")
+            if is_failed and self.restarts > restarts and attempt + 1 < TRIES:
+                self.ends["asked again because P restarted"] += 1
+                await self._is_up.wait()
+                continue
+            self.ends[end.kind if isinstance(end, Outcome) else end] += 1
+            if isinstance(end, Outcome) and end.kind != "right":
+                tokens = len(prompt.token_ids)
+                self.failures.append(f"{number}, {tokens} tokens: {end.kind} {end.said}")
             return
 
-    async def ask(self, prompt: Prompt, how: float, patience: float) -> str:
-        """Sends one request and returns its end."""
-        name = f"kvpatch{uuid.uuid4().hex}"
+    async def ask(self, prompt: Prompt, how: float, patience: float) -> Outcome | str:
+        """Sends one request; returns its end, or what the client did instead of waiting for it."""
         if 0.08 <= how < 0.12:
-            await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
-            return "given up after P"
-        answering = self.pass_on(prompt, name)
-        if how < 0.08:
-            return await self.give_up(answering, patience, "given up at once")
-        if how < 0.2:
-            return await self.give_up(answering, 0.2 + 3 * patience, "given up later")
-        answer = await answering
-        return "right" if answer.token_ids == prompt.answer else "wrong"
-
-    async def pass_on(self, prompt: Prompt, name: str) -> Completion:
-        """Sends a prompt to P and then to D, as a proxy does."""
-        return await prefill_then_decode(
-            self.client,
-            self.prefill.url,
-            self.decode.url,
-            self.model,
-            prompt.token_ids,
-            ANSWER_TOKENS,
-            name,
-        )
-
-    async def give_up(self, answering: Any, patience: float, what: str) -> str:
-        """The client leaves, whoever has the request."""
+            found = await self.play.at_p(prompt, f"kvpatch{uuid.uuid4().hex}")
+            return found if isinstance(found, Outcome) else "given up after P"
+        if how >= 0.2:
+            return await self.play.through(prompt)
+        patience = patience if how < 0.08 else 0.2 + 3 * patience
         try:
-            await asyncio.wait_for(answering, patience)
+            found = await asyncio.wait_for(self.play.through(prompt), patience)
         except asyncio.TimeoutError:
-            return what
-        return "answered before the client gave up"
+            return "given up at once" if how < 0.08 else "given up later"
+        return "answered before the client gave up" if found.kind in ("right", "wrong") else found
 
     def sample(self) -> None:
         """How much memory both engines take now, with what has become of requests."""
-        found = Sample(
-            time.monotonic() - self.started,
-            self.sent,
-            self.restarts,
-            resident(self.prefill),
-            resident(self.decode),
-        )
-        self.tally.memory.append(found)
+        both = (self.play.prefill, self.play.decode)
+        found = Sample(self.restarts, *map(resident, both))
+        self.memory.append(found)
         self.console.print(
-            f"{found.seconds:.0f} s, {found.requests} requests: P {mib(found.prefill_bytes)}, "
-            f"D {mib(found.decode_bytes)}; {dict(self.tally.outcomes)}",
+            f"{time.monotonic() - self.started:.0f} s, {self.sent} requests: "
+            f"P {mib(found.prefill_bytes)}, D {mib(found.decode_bytes)}; {dict(self.ends)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -303,73 +222,48 @@ class Soak:
             RequestFailed: it is answered wrongly, or not before all leases must have ended.
         """
         started = time.monotonic()
-        answering = self.pass_on(self.references.whole, f"kvpatch{uuid.uuid4().hex}")
         try:
-            answer = await asyncio.wait_for(answering, 4 * LEASE_S)
+            found = await asyncio.wait_for(self.play.through(self.whole), 4 * LEASE_S)
         except asyncio.TimeoutError:
+            found = Outcome(self.whole, "no_answer")
+        if found.kind != "right":
             raise RequestFailed(
-                "a prompt that needs every host block is not served", LOOK_INTO_LOG
-            ) from None
-        if answer.token_ids != self.references.whole.answer:
-            raise RequestFailed(
-                "a prompt that needs every host block is answered wrongly", LOOK_INTO_LOG
+                f"a prompt that needs every host block: {found.kind} {found.said}", LOOK_INTO_LOG
             )
-        for side in (self.prefill, self.decode):
-            await forget_prefixes(side, self.client)
+        for side in (self.play.prefill, self.play.decode):
+            await forget_prefixes(side, self.play.client)
         return time.monotonic() - started
 
     async def end(self) -> tuple[float, float]:
         """Seconds for all host blocks when nothing holds one, and beside some that are left."""
         await self.seconds_for_all_host_blocks()  # waits for the leases of the clients that left
         alone = await self.seconds_for_all_host_blocks()
-        name = f"kvpatch{uuid.uuid4().hex}"
-        prompt = self.references.prompts[0]
-        await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
+        await self.play.at_p(self.prompts[0], f"kvpatch{uuid.uuid4().hex}")
         return alone, await self.seconds_for_all_host_blocks()
 
-    async def host_blocks_left(self) -> HostBlocksSaid | None:
+    async def host_blocks_left(self) -> tuple[int, ...] | None:
         """Returns what P's log says last of them, after steps in which P can give them back."""
-        path = self.options.work_dir / f"{self.prefill.spec.name}.log"
         end = time.monotonic() + 2 * LEASE_S
         while True:
-            said = host_blocks_said(path.read_text(errors="replace"))
+            said = host_blocks_said(self.play.prefill.log.read_text(errors="replace"))
             if (said and not any(said[-1])) or time.monotonic() > end:
                 return said[-1] if any(any(line) for line in said) else None
-            prompt = self.references.prompts[0].token_ids[:2]
-            await reference(self.client, self.prefill, prompt, ANSWER_TOKENS)
+            await self.play.others()
             await asyncio.sleep(0.5)
 
     async def staging_bytes(self) -> int:
         """Returns the bytes that are taken of D's staging pool."""
-        return int((await self.decode.rpc(self.client, "kvpatch_held"))[0]["staging_bytes"])
+        decode = self.play.decode
+        return int((await decode.rpc(self.play.client, "kvpatch_held"))[0]["staging_bytes"])
 
+    def growth(self) -> tuple[int, int]:
+        """Returns the growth of P and D in the second half after the last restart.
 
-async def complete_at_p_alone(
-    client: httpx.AsyncClient, url: str, model: str, prompt: Prompt, name: str
-) -> None:
-    """A prompt that P computes for a D that never asks."""
-    response = await client.post(
-        f"{url}/v1/completions",
-        json={
-            "model": model,
-            "prompt": list(prompt.token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-        },
-        headers={"X-Request-Id": name},
-        timeout=300,
-    )
-    if response.status_code != 200:
-        raise RequestFailed(f"{url}: HTTP {response.status_code}", LOOK_INTO_LOG)
-
-
-class HostBlocksSaid(NamedTuple):
-    """A line of P's log."""
-
-    reserved: int
-    held: int
-    waiting: int
+        Before, what any engine needs for lengths of prompts that it has not met comes in.
+        """
+        since = [one for one in self.memory if one.restarts == self.memory[-1].restarts]
+        start, last = since[len(since) // 2], since[-1]
+        return last.prefill_bytes - start.prefill_bytes, last.decode_bytes - start.decode_bytes
 
 
 _SAID = re.compile(
@@ -377,9 +271,9 @@ _SAID = re.compile(
 )
 
 
-def host_blocks_said(log: str) -> list[HostBlocksSaid]:
-    """All that a log says of host blocks in use."""
-    return [HostBlocksSaid(*map(int, found)) for found in _SAID.findall(log)]
+def host_blocks_said(log: str) -> list[tuple[int, ...]]:
+    """All that a log says of host blocks in use: reserved, filled, and waiting requests."""
+    return [tuple(map(int, found)) for found in _SAID.findall(log)]
 
 
 def resident(one: Engine) -> int:
@@ -402,61 +296,32 @@ def mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:.0f} MiB"
 
 
-def growth(tally: Tally) -> tuple[int, int]:
-    """Returns the growth of P and D in the second half after the last restart.
-
-    Before, what any engine needs for lengths of prompts that it has not met comes in.
-    """
-    since = [m for m in tally.memory if m.restarts == tally.memory[-1].restarts]
-    start, last = since[len(since) // 2], since[-1]
-    return last.prefill_bytes - start.prefill_bytes, last.decode_bytes - start.decode_bytes
-
-
-def show(run: Soak, served: int, console: Console) -> None:
-    """Shows the ends of the requests."""
-    tally = run.tally
-    console.print(f"{served} requests in {tally.memory[-1].seconds:.0f} s", highlight=False)
-    for outcome, count in sorted(tally.outcomes.items()):
-        console.print(f"  {count:6d} {outcome}", highlight=False)
-    for line in (*tally.wrong[:20], *tally.failures[:20]):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 async def soak(options: argparse.Namespace, console: Console) -> bool:
     """Plays the soak; true if all went well."""
-    of_run = Options(work_dir=work_folder(options.work_dir, "soak", console))
-    model = str(make_tiny_llama(of_run.work_dir / "model"))
-    # Shorter than the servers keep idle connections: one that they close as it is used is an error.
-    limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
-    async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
-        single = engine("soak-single", model, 32, kvpatch=False)
-        async with running((single,), client, of_run, console) as (engine_alone,):
-            known = await references(client, engine_alone, options.requests, console)
-        pair = (
-            engine("soak-prefill", model, 64, True),
-            engine("soak-decode", model, 32, True),
-        )
-        async with running(pair, client, of_run, console) as engines:
-            await require_kvpatch_as_asked(client, engines)
-            run = Soak(client, of_run, console, model, *engines, known)
-            try:
-                served = await run.run(options.connections, options.seconds)
-                show(run, served, console)
-                return await verdict(run, served)
-            finally:
-                run.prefill.stop()  # of the restart, which running() does not know
-
-
-async def verdict(run: Soak, served: int) -> bool:
-    """True if every answer was right and nothing is left; shows growth beside it."""
-    tally, console = run.tally, run.console
-    passed = (
-        not tally.wrong
-        and not tally.failures
-        and tally.outcomes["right"] > served // 2
-        and run.restarts == 1
+    folder = work_folder(options.work_dir, "soak", console)
+    model = str(make_tiny_llama(folder / "model"))
+    of_run = Options(work_dir=folder, model=model)
+    words, known = await answers_alone(
+        "soak-single", CACHE_TOKENS // 32, options.requests + WHOLE_TRIES, of_run, console, Drawn()
     )
-    grown = growth(tally)
+    whole = next(one for one in known if len(one.token_ids) == WHOLE_TOKENS)
+    prompts = [one for one in known if len(one.token_ids) < WHOLE_TOKENS][: options.requests]
+    pair = (engine("soak-prefill", model, 64), engine("soak-decode", model, 32))
+    async with (
+        connections() as client,
+        running(pair, client, of_run, console) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        run = Soak(Play(client, of_run, *engines, words), console, prompts, whole)
+        await run.run(options.connections, options.seconds)
+        for line in (*(f"{end}: {count}" for end, count in run.ends.items()), *run.failures[:20]):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return await verdict(run)
+
+
+async def verdict(run: Soak) -> bool:
+    """True if every answer was right and nothing is left; shows growth beside it."""
+    grown, console = run.growth(), run.console
     console.print(f"growth since the middle: P {mib(grown[0])}, D {mib(grown[1])}")
     alone, beside = await run.end()
     left = await run.host_blocks_left()
@@ -464,17 +329,19 @@ async def verdict(run: Soak, served: int) -> bool:
     console.print(
         f"a prompt that needs every host block: {alone:.1f} s, and {beside:.1f} s beside some that "
         f"were left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}; "
-        f"host blocks at P: {left}",
+        f"host blocks at P, reserved, filled and waited for: {left}",
         highlight=False,
         soft_wrap=True,
     )
     return (
-        passed
+        not run.failures
+        and run.ends["right"] > run.sent // 2
+        and run.restarts == 1
         and beside > max(LEASE_S / 2, 2 * alone)
         and not staging
         and left is not None
         and not any(left)
-        and all(bytes_ <= GROWTH_BYTES for bytes_ in grown)
+        and all(size <= GROWTH_BYTES for size in grown)
     )
 
 
@@ -490,7 +357,7 @@ def main() -> None:
     )
     console = console_of(132)
     importable_in_engines()
-    with telling_refusals():
+    with exit_statuses():
         passed = until_signal(soak(options, console))
     console.print("passed" if passed else "FAILED")
     sys.exit(not passed)

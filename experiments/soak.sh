@@ -3,7 +3,6 @@
 # restarts: no wrong token, no host block left allotted, no growth of host memory.
 #
 #   experiments/soak.sh [--requests 2000] [--connections 16] [--seconds 3600] [--work-dir DIR]
-#   experiments/soak.sh --work-dir DIR --host-buffer never     the same without buffers
 #   experiments/soak.sh --help
 #
 # Real engines on CPU with a tiny random model; every answer is held against one single engine.

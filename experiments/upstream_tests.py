@@ -9,7 +9,6 @@ compared. ``experiments/upstream_tests.sh`` makes the environment.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import os
 import shutil
@@ -19,15 +18,18 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from experiments.harness import chosen, console_of, options_of, table_of
+from kvpatch.core.errors import EngineFailed
+from kvpatch.tools.cli import exit_statuses
+from kvpatch.tools.verify.engine import require_environment
+from kvpatch.tools.verify.setups import require_release
 from tests.releases.archives import unpack
 
 _HERE = Path(__file__).resolve().parent
@@ -85,10 +87,6 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class CannotRun(Exception):
-    """There is nothing to compare; says why."""
-
-
 @dataclass(frozen=True)
 class Record:
     """One process's tests: what ``upstream_tests_plugin`` wrote.
@@ -128,6 +126,11 @@ class Pair:
         tests = dict.fromkeys((*self.off.results, *self.on.results))
         return [t for t in tests if self.off.results.get(t) != self.on.results.get(t)]
 
+    def passed_on_both(self) -> int:
+        """Tests that pass without kvpatch and pass in a process that it has patched."""
+        both = self.off.results.items() & self.on.results.items() if self.on.is_patched else ()
+        return sum(result == "passed" for _, result in both)
+
 
 # --- the tests ----------------------------------------------------------------
 
@@ -136,7 +139,7 @@ def fetch_tests(release: str, folder: Path, console: Console) -> Path:
     """The folder that has the release's ``tests``; fetched once.
 
     Raises:
-        CannotRun: no distribution of the release has them.
+        EngineFailed: no distribution of the release has them.
     """
     source = folder / "source"
     if source.is_dir():
@@ -154,7 +157,7 @@ def fetch_tests(release: str, folder: Path, console: Console) -> Path:
         with tarfile.open(archive) as tar:
             unpack(tar, unpacked, _test_members(tar))
         if not (unpacked / _UNIT_TESTS).is_dir():
-            raise CannotRun(f"{archive.name} has no {_UNIT_TESTS}")
+            raise EngineFailed(f"{archive.name} has no {_UNIT_TESTS}")
         # Renamed only when it is whole: an interrupted fetch leaves nothing half-done.
         unpacked.replace(source)
     return source
@@ -178,7 +181,7 @@ def _download(release: str, scratch: Path, console: Console) -> Path:
         if answer.returncode == 0 and archives:
             return archives[0]
         complaints.append(answer.stderr.strip())
-    raise CannotRun(
+    raise EngineFailed(
         f"pip has no source distribution of {' or '.join(_DISTRIBUTIONS)} {release}:\n"
         + "\n".join(complaints)
     )
@@ -238,7 +241,9 @@ class Runner:
             environment = self._environment(side)
             subprocess.run(command, cwd=self.source, env=environment, stdout=out, stderr=out)
         if not written.exists():
-            raise CannotRun(f"{file} (kvpatch {side}) ended before its tests were over: see {log}")
+            raise EngineFailed(
+                f"{file} (kvpatch {side}) ended before its tests were over: see {log}"
+            )
         record = json.loads(written.read_text())
         found = Record(record["results"], record["reasons"], record["kvpatch"])
         _check_side(found, file, side)
@@ -269,85 +274,43 @@ def _check_side(record: Record, file: str, side: str) -> None:
     """A run with kvpatch must have had it, and one without must not."""
     status = record.kvpatch
     if status["enabled"] != (side == "on"):
-        raise CannotRun(f"{file} (kvpatch {side}) ran with kvpatch enabled: {status['enabled']}")
+        raise EngineFailed(f"{file} (kvpatch {side}) ran with kvpatch enabled: {status['enabled']}")
     refused = [patch for patch in status["patches"] if patch["outcome"] == "refused"]
     if status["problem"] or refused:
-        raise CannotRun(f"{file}: kvpatch refuses this vLLM: {status['problem'] or refused}")
+        raise EngineFailed(f"{file}: kvpatch refuses this vLLM: {status['problem'] or refused}")
 
 
 def check_environment(release: str) -> None:
     """The tests must meet the release that they belong to, and a kvpatch that vLLM can load."""
-    # Imported here: only this check needs it of kvpatch.
-    from kvpatch.core.installed import installed_vllm
-
-    installed = installed_vllm()
-    if installed.version.split("+")[0] != release:
-        raise CannotRun(
-            f"{sys.executable} has {installed.distribution} {installed.version} and the tests "
-            f"are {release}'s: unset KVPATCH_PYTHON, or give --release {installed.version}"
-        )
-    plugins = {entry.name for entry in metadata.entry_points(group="vllm.general_plugins")}
-    if "kvpatch" not in plugins:
-        raise CannotRun(
-            f"kvpatch is not installed for {sys.executable}, so that vLLM's own processes would "
-            "not load it: pip install --editable this checkout"
-        )
+    require_release(release)
+    require_environment()
 
 
 # --- comparing ----------------------------------------------------------------
 
 
-def print_counts(pairs: Sequence[Pair], console: Console) -> None:
-    """A row per file, and their sum."""
-    table = Table("file", title="vLLM's own tests: without kvpatch / with kvpatch")
-    for heading in ("passed", "failed", "skipped", "differ", "kvpatch"):
-        table.add_column(heading, justify="right")
-    sums: collections.Counter[str] = collections.Counter()
-    for pair in pairs:
-        cells = []
-        for result in ("passed", "failed", "skipped"):
-            for side in _SIDES:
-                sums[f"{result} {side}"] += getattr(pair, side).count(result)
-            cells.append(f"{pair.off.count(result)} / {pair.on.count(result)}")
-        sums["differ"] += len(pair.differing())
-        patched = "applied" if pair.on.is_patched else "not needed"
-        table.add_row(Path(pair.file).name, *cells, str(len(pair.differing())), patched)
-    table.add_section()
-    totals = [f"{sums[f'{r} off']} / {sums[f'{r} on']}" for r in ("passed", "failed", "skipped")]
-    table.add_row("all", *totals, str(sums["differ"]), "")
-    console.print(table)
-
-
-def print_tests(title: str, pairs: Sequence[Pair], console: Console) -> None:
-    """A row per test whose results differ."""
-    table = Table(title=title, show_lines=True)
-    for heading in ("test", "without kvpatch", "with kvpatch"):
-        table.add_column(heading, overflow="fold")
-    for pair in pairs:
-        for test in pair.differing():
-            cells = []
-            for record in (pair.off, pair.on):
-                reason = record.reasons.get(test, "")
-                cells.append(f"{record.results.get(test, 'did not run')}\n{reason[:300]}".strip())
-            table.add_row(*map(escape, (_name(test), *cells)))
-    if table.row_count:
-        console.print(table)
-
-
-def _name(test: str) -> str:
-    """A test's id without its folders; its parameters may have slashes too."""
-    file, separator, inner = test.partition("::")
-    return f"{Path(file).stem}{separator}{inner}"
-
-
-def passed_on_both(pairs: Sequence[Pair]) -> int:
-    """Tests that pass without kvpatch and pass in a process that it has patched."""
-    return sum(
-        result == "passed" == pair.on.results.get(test)
+def counts_of(pairs: Sequence[Pair]) -> Table:
+    """A row per file."""
+    columns = ("file", "passed", "failed", "skipped", "differ", "kvpatch")
+    return table_of("vLLM's own tests: without kvpatch / with kvpatch", columns, (
+        (Path(pair.file).name,
+         *(f"{pair.off.count(result)} / {pair.on.count(result)}" for result in columns[1:4]),
+         str(len(pair.differing())), "applied" if pair.on.is_patched else "not needed")
         for pair in pairs
-        if pair.on.is_patched
-        for test, result in pair.off.results.items()
-    )
+    ), texts=1)  # fmt: skip
+
+
+def said_of(pairs: Sequence[Pair], when: str) -> list[str]:
+    """Returns a line for each test whose results differ."""
+    return [
+        f"{when}: {test}: "
+        + " / ".join(
+            f"{side.results.get(test, 'did not run')} {side.reasons.get(test, '')[:300]}".strip()
+            for side in (pair.off, pair.on)
+        )
+        for pair in pairs
+        for test in pair.differing()
+    ]
 
 
 # --- the command --------------------------------------------------------------
@@ -355,18 +318,22 @@ def passed_on_both(pairs: Sequence[Pair]) -> int:
 
 def main() -> int:
     """Returns 0 if nothing differs (or, for the negative control, if something does)."""
-    options = _options()
-    console = Console()
+    options = options_of(
+        __doc__,
+        judged=False,
+        release=("0.32.0", "of vLLM"),
+        negative_control=(
+            False,
+            "break kvpatch on purpose: succeeds only if it reports differences",
+        ),
+        more_than=(500, "fewer tests that pass on both sides are no comparison"),
+        test_timeout=(600, "seconds that a test may take"),
+        files=(None, "test files by name, by commas; all nine by default"),
+    )
     folder = _CACHE / f"upstream-{options.release}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock", timeout=0):
-            return _compare(options, folder, console)
-    except Timeout:
-        console.print(f"another run works in {folder}: wait for it")
-    except CannotRun as error:
-        console.print(str(error), markup=False)
-    return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    with exit_statuses(), FileLock(folder / "lock"):
+        return _compare(options, folder, console_of(150))
 
 
 def _compare(options: argparse.Namespace, folder: Path, console: Console) -> int:
@@ -375,74 +342,31 @@ def _compare(options: argparse.Namespace, folder: Path, console: Console) -> int
     write_models(folder / "hub-home" / "hub")
     shutil.rmtree(folder / "results", ignore_errors=True)
     runner = Runner(source, folder, options.test_timeout, options.negative_control, console)
-    pairs = []
-    for file in _files(source, options.files):
-        pair = runner.pair(file)
-        pairs.append(pair)
-        console.print(
-            f"{Path(file).name}: {pair.off.count('passed')} pass without kvpatch, "
-            f"{pair.on.count('passed')} with it, {len(pair.differing())} differ"
-        )
-    print_counts(pairs, console)
+    held = [name for name in FILES if (source / _UNIT_TESTS / name).exists()]
+    pairs = [
+        runner.pair(str(_UNIT_TESTS / name)) for name in chosen(options.files, held, "--files")
+    ]
+    again = [
+        runner.pair(one.file, one.differing(), "-again")
+        for one in pairs
+        if one.differing() and not options.negative_control
+    ]
+    console.print(counts_of(pairs))
+    for line in (*said_of(pairs, "first run"), *said_of(again, "again")):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    first, stay = (sum(len(one.differing()) for one in of) for of in (pairs, again))
     if options.negative_control:
-        differing = sum(len(pair.differing()) for pair in pairs)
-        print_tests("negative control: kvpatch is broken on purpose", pairs, console)
-        console.print(f"negative control: {differing} tests differ; more than 0 must")
-        return 0 if differing else 1
-    again = [runner.pair(p.file, p.differing(), "-again") for p in pairs if p.differing()]
-    print_tests("differ, first run", [p for p in pairs if p.differing()], console)
-    print_tests("differ, first run and again", again, console)
-    return _verdict(pairs, again, options.more_than, console)
-
-
-def _verdict(pairs: Sequence[Pair], again: Sequence[Pair], more_than: int, console: Console) -> int:
-    first = sum(len(pair.differing()) for pair in pairs)
-    stay = sum(len(pair.differing()) for pair in again)
-    both = passed_on_both(pairs)
+        console.print(f"negative control: {first} tests differ; more than 0 must")
+        return 0 if first else 1
+    both = sum(one.passed_on_both() for one in pairs)
     console.print(
-        f"{both} tests pass without kvpatch and with it; {stay} differ"
-        + (f", and {first - stay} differed once and not again" if first > stay else "")
+        f"{both} tests pass without kvpatch and with it; {stay} differ, and {first - stay} "
+        "differed once and not again"
     )
-    if both <= more_than:
-        console.print(f"too few to compare: more than {more_than} must pass on both sides")
+    if both <= options.more_than:
+        console.print(f"too few to compare: more than {options.more_than} must pass on both sides")
         return 2
     return 1 if stay else 0
-
-
-def _files(source: Path, wanted: Sequence[str]) -> list[str]:
-    """The test files to run, relative to `source`."""
-    held = {path.name for path in (source / _UNIT_TESTS).glob("test_*.py")}
-    found = [name for name in FILES if name in held]
-    unknown = set(wanted) - held
-    if unknown or not found:
-        raise CannotRun(f"no test file {', '.join(unknown)}; there are {', '.join(sorted(held))}")
-    return [str(_UNIT_TESTS / name) for name in (wanted or found)]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="upstream_tests.sh", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--release", default="0.32.0", help="vLLM release, %(default)s by default")
-    parser.add_argument(
-        "--negative-control",
-        action="store_true",
-        help="break kvpatch on purpose: the command then succeeds only if it reports differences",
-    )
-    parser.add_argument(
-        "--more-than",
-        type=int,
-        default=500,
-        metavar="N",
-        help="fewer tests that pass on both sides are no comparison (%(default)s)",
-    )
-    parser.add_argument(
-        "--test-timeout", type=int, default=600, metavar="S", help="seconds a test may take"
-    )
-    parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="test files, by name; default all nine"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

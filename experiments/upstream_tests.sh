@@ -2,7 +2,7 @@
 # Runs vLLM's own unit tests of the NixlConnector twice, without kvpatch and with it, and compares
 # the result of every test. The tests come from the release's source distribution.
 #
-#   experiments/upstream_tests.sh [--release RELEASE] [--negative-control] [FILE...]
+#   experiments/upstream_tests.sh [--release RELEASE] [--negative-control] [--files NAME,NAME]
 #   experiments/upstream_tests.sh --help
 #
 # Makes its own environment first; experiments/env.sh says how and which variables steer it.
@@ -28,4 +28,4 @@ if ((${#missing[@]})); then
     "$python" -m pip install --quiet --disable-pip-version-check "${missing[@]}" >&2
 fi
 
-exec "$python" "$here/upstream_tests.py" "$@"
+PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$here/upstream_tests.py" "$@"

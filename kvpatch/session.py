@@ -234,7 +234,7 @@ class Session:
                 ", ".join(names),
             )
         for connector in found:
-            self._ledger.guard(_TRIPWIRE, connector, self._refuse_construction)
+            self._ledger.wrap(_TRIPWIRE, connector, "__init__", self._refuse_construction)
 
     def _refuse_construction(
         self, wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any

@@ -7,10 +7,9 @@ The parts, in the order in which a run uses them; the rest is ``kvpatch.tools.ve
 ``torch_attention``  a reference attention backend, for NHD and HND caches on a CPU
 ``vector_kernels``   the CPU backend as on a processor without AMX, beside one with
 ``run``              each single engine once, then pair after pair
-``report``           table and JSON lines
-``shown``            all of the above
+``report``           table and JSON lines of them
 ``recorded``         the data of README's table, made from a run of all pairs
 
-The drill's: ``references`` (what one engine alone answers, the soak's too), ``routed`` (requests
-through P and D, judged), ``faults`` (engines are held up, killed and started again), ``scenes``.
+The drill's, and the soak's: ``routed`` (requests through P and D, judged by one engine's answers),
+``faults`` (engines are held up, killed and started again), ``scenes``.
 """

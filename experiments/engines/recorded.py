@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.engines.checkout import ROOT
+from experiments.engines.report import tokens_cell
 from experiments.engines.run import RowResult
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
-from kvpatch.tools.verify.compare import CaseVerdict
 from tests.played import write_table
 
 DATA = ROOT / "docs" / "data" / "engines.json"
@@ -68,22 +68,10 @@ def table_rows(results: Sequence[RowResult]) -> list[list[str]]:
 
 def _cells(result: RowResult) -> tuple[str, str]:
     stock, ours = (
-        _said_of(list(result.comparison.verdicts.get(setup, {}).values()))
+        tokens_cell(list(result.comparison.verdicts.get(setup, {}).values()))
         for setup in ("stock", "kvpatch")
     )
     is_like = all(side == result.row.decode for side in result.row.prefill)
     if not result.passed:
         return stock, f"not passed: {ours}"
     return stock, f"{ours}, on stock's path" if is_like else ours
-
-
-def _said_of(verdicts: Sequence[CaseVerdict]) -> str:
-    failed = sum(verdict.tokens == "failed" for verdict in verdicts)
-    wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
-    if not verdicts:
-        return "not run"
-    if failed and wrong:
-        return f"{failed} of {len(verdicts)} fail, {wrong} wrong tokens, HTTP 200"
-    if failed:
-        return f"{failed} of {len(verdicts)} fail"
-    return f"{wrong} of {len(verdicts)} wrong tokens, HTTP 200" if wrong else "identical"

@@ -1,11 +1,11 @@
-"""The table of heterogeneous pairs as a table for people and as JSON lines for programs."""
+"""A run of pairs as people see it, a line per row and a table, and as JSON lines for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.engines.run import RowResult
+from experiments.engines.run import RowResult, run_pairs
 from kvpatch.tools.verify.compare import (
     NULL_BLOCK,
     CaseVerdict,
@@ -13,10 +13,15 @@ from kvpatch.tools.verify.compare import (
     Snapshot,
 )
 from kvpatch.tools.verify.prompts import Case
-from kvpatch.tools.verify.report import errors, json_lines
+from kvpatch.tools.verify.report import errors, json_lines, write_json_lines
+from kvpatch.tools.verify.run import until_signal
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from experiments.engines.pairs import Row
+    from kvpatch.tools.verify.setups import Options
 
 
 def pairs_table(results: Sequence[RowResult]) -> Table:
@@ -66,12 +71,10 @@ def tokens_cell(verdicts: Sequence[CaseVerdict]) -> str:
         return "not run"
     failed = sum(verdict.tokens == "failed" for verdict in verdicts)
     wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
-    parts = [
-        f"{word} {count}/{len(verdicts)}"
-        for word, count in (("failed", failed), ("wrong", wrong))
-        if count
-    ]
-    return ", ".join(parts) or "identical"
+    of = f"of {len(verdicts)} "
+    found = [f"{failed} {of}fail"] * bool(failed)
+    found += [f"{wrong} {'' if failed else of}wrong tokens, HTTP 200"] * bool(wrong)
+    return ", ".join(found) or "identical"
 
 
 def cache_cell(verdicts: Sequence[CaseVerdict]) -> str:
@@ -160,3 +163,36 @@ def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
         for result in results
         for record in json_lines(result.comparison)
     ]
+
+
+def show_pairs(
+    rows: Sequence[Row], options: Options, console: Console, name: str, *, with_stock: bool
+) -> list[RowResult]:
+    """Runs the rows, and shows what came of them.
+
+    Args:
+        name: of the file of results in the options' folder, which is written after each row.
+
+    Raises:
+        Interrupted: by a signal; every engine has been stopped.
+    """
+    results = options.work_dir / f"{name}.jsonl"
+    finished: list[RowResult] = []
+
+    def report(result: RowResult) -> None:
+        finished.append(result)
+        write_json_lines(results, pairs_json_lines(finished))
+        console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
+
+    until_signal(run_pairs(rows, options, console, report, with_stock=with_stock))
+    console.rule()
+    console.print(pairs_table(finished))
+    for line in (*problems(finished), pairs_summary(finished)):
+        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    console.print(f"one JSON line per pair and prompt: {results}", soft_wrap=True, highlight=False)
+    return finished
+
+
+def all_passed(results: Sequence[RowResult]) -> bool:
+    """True if every pair was identical and every spoiled cache noticed."""
+    return bool(results) and all(result.passed for result in results)

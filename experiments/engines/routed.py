@@ -1,24 +1,26 @@
-"""Requests through P and D as a router sends them, each judged by a single engine's answer."""
+"""Requests through P and D as a router sends them, each judged by a single engine's answer.
+
+A prompt is taken only if the single engine prefers each token of its answer by a margin, so that
+another rounding in a batch of another size cannot change it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import Progress
 
 from experiments.engines.faults import kill_and_restart
-from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.tools.verify.engine import Engine
-from kvpatch.tools.verify.handoff import Request, complete, decode, prefill
+from kvpatch.tools.verify.handoff import Request, complete, prefill
 from kvpatch.tools.verify.run import progress_bar, running, vocabulary
 from kvpatch.tools.verify.setups import Options, small_engine
 
@@ -34,6 +36,45 @@ PATIENCE_S = 60.0
 
 _OTHER_TOKENS, _OTHERS = 900, 3
 """More than a cache of 2,048 tokens has room for."""
+
+
+_MARGIN = 1e-3
+"""In the logarithm of a probability, of float32 that rounds otherwise in another batch."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request and what the single engine answers to it."""
+
+    token_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+async def reference(
+    client: httpx.AsyncClient,
+    single: Engine,
+    tokens: tuple[int, ...],
+    answer_tokens: int,
+    margin: float = _MARGIN,
+) -> Prompt | None:
+    """The single engine's answer; None where it is a close thing."""
+    response = await client.post(
+        f"{single.url}/v1/completions",
+        json={
+            "model": single.spec.model,
+            "prompt": list(tokens),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 2,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    choice = response.json()["choices"][0]
+    margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > margin else None
 
 
 def connections() -> httpx.AsyncClient:
@@ -96,7 +137,7 @@ class Play:
         """D's answer, judged."""
         request = Request(self.model, prompt.token_ids, name)
         try:
-            answer = await decode(self.client, self.decode.url, request, ANSWER_TOKENS, params)
+            answer = await complete(self.client, self.decode.url, request, ANSWER_TOKENS, params)
         except (RequestFailed, httpx.HTTPError) as error:
             return unanswered(prompt, "d", error)
         return Outcome(prompt, "right" if answer.token_ids == prompt.answer else "wrong")
@@ -142,14 +183,14 @@ class Play:
         """Other prompts for P alone, enough to take every block of its cache."""
         for _ in range(_OTHERS):
             tokens = tuple(self.chance.choices(self.words, k=_OTHER_TOKENS))
-            name = f"other{uuid.uuid4().hex}"
+            request = Request(self.model, tokens, f"other{uuid.uuid4().hex}")
             # What a client of another router would be told is no matter of the pair's.
             with suppress(RequestFailed, httpx.HTTPError):
-                await complete(self.client, self.prefill.url, self.model, tokens, 1, name)
+                await complete(self.client, self.prefill.url, request, 1)
 
     async def restart(self, engine: Engine) -> None:
         """kill -9, and another one under the same engine id."""
-        await kill_and_restart(engine, self.client, self.options.startup_timeout_s)
+        await kill_and_restart(engine, self.client, self.options.startup_timeout)
 
 
 @dataclass(frozen=True)
@@ -191,36 +232,39 @@ def short(error: Exception) -> str:
     return text.partition(": ")[2][:120] if text.startswith("http") else text[:120]
 
 
-async def references(
-    client: httpx.AsyncClient, single: Engine, words: Sequence[int], wanted: int, progress: Progress
-) -> list[Prompt]:
-    """Prompts with the single engine's answers, none of which begins as another does."""
-    chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
-    task = progress.add_task("the single engine's answers", total=wanted)
-
-    async def ask() -> Prompt | None:
-        tokens = tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
-        async with limit:
-            return await reference(client, single, tokens, ANSWER_TOKENS)
-
-    found: list[Prompt] = []
-    while len(found) < wanted:
-        batch = await asyncio.gather(*(ask() for _ in range(min(100, wanted - len(found) + 4))))
-        found += [prompt for prompt in batch if prompt is not None]
-        progress.update(task, completed=min(wanted, len(found)))
-    return found[:wanted]
+def short_prompt(chance: random.Random, words: Sequence[int]) -> tuple[int, ...]:
+    """Draws a prompt that begins as no other does."""
+    return tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
 
 
 async def answers_alone(
-    name: str, cache_blocks: int, wanted: int, options: Options, console: Console
+    name: str,
+    cache_blocks: int,
+    wanted: int,
+    options: Options,
+    console: Console,
+    draw: Callable[[random.Random, list[int]], tuple[int, ...]] = short_prompt,
 ) -> tuple[list[int], list[Prompt]]:
     """Starts a single engine; returns its vocabulary, and prompts with its answers."""
     small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(cache_blocks))
     alone = small_engine(name, str(options.model), "float32", small, False, False)
+    chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
+    found: list[Prompt] = []
     async with (
         httpx.AsyncClient(trust_env=False) as client,
         running((alone,), client, options, console) as (single,),
     ):
         words = sorted(set(await vocabulary(client, single)))
+
+        async def ask() -> Prompt | None:
+            tokens = draw(chance, words)
+            async with limit:
+                return await reference(client, single, tokens, ANSWER_TOKENS)
+
         with progress_bar(console) as progress:
-            return words, await references(client, single, words, wanted, progress)
+            task = progress.add_task("the single engine's answers", total=wanted)
+            while len(found) < wanted:
+                more = (ask() for _ in range(min(100, wanted - len(found) + 4)))
+                found += [one for one in await asyncio.gather(*more) if one is not None]
+                progress.update(task, completed=min(wanted, len(found)))
+    return words, found[:wanted]

@@ -15,7 +15,7 @@ from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, 
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.compare import Observation, SetupComparison, compare
 from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
-from kvpatch.tools.verify.handoff import complete
+from kvpatch.tools.verify.handoff import Request, complete
 from kvpatch.tools.verify.prompts import Case, build_cases
 from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, Setup
@@ -87,7 +87,7 @@ async def run_pairs(
     """
     import httpx
 
-    require_environment(kvpatch=True)
+    require_environment()
     results = []
     async with httpx.AsyncClient(trust_env=False) as client:
         for single, its_rows in by_single(rows).items():
@@ -136,7 +136,7 @@ async def _rehearse(serving: Serving, cases: Sequence[Case]) -> None:
     for engine in serving.prefill:
         for case in cases:
             backwards, name = case.token_ids[::-1], f"kvpatch{uuid.uuid4().hex}"
-            await complete(serving.client, engine.url, model, backwards, 1, name)
+            await complete(serving.client, engine.url, Request(model, backwards, name), 1)
         await forget_prefixes(engine, serving.client)
 
 

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from experiments.engines.faults import held
-from experiments.engines.references import Prompt
-from experiments.engines.routed import TOGETHER, Outcome, Play, batches, settled
+from experiments.engines.routed import TOGETHER, Outcome, Play, Prompt, batches, settled
 from kvpatch.tools.verify.engine import Engine
 
 LEASE_S = 2

@@ -141,12 +141,8 @@ class BadOptions(Mistake):
     """Options of which no run, and no plan of a pair of engines, can be made."""
 
 
-class IncompleteCache(Fault):
-    """The ranks' reports do not add up to one whole cache."""
-
-
 class EngineFailed(KvpatchError):
-    """A server that did not start, died, or refused what the harness needs of it."""
+    """A server that did not start, died, or refused or lacks what the harness needs of it."""
 
 
 class RequestFailed(Mistake):

@@ -206,21 +206,17 @@ class Ledger:
             parts.put(slug, step.part)
         return behind
 
-    def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
-        """Wraps the construction of `owner`: how a tripwire is installed."""
-        standing = [change for change in self._of(slug) if change.owner is owner]
-        for change in standing:
-            change.turn_on()
-        if not standing:
-            self._wrap(slug, owner, "__init__", owner.__init__, wrapper)  # type: ignore[misc]
-
     def wrap(self, slug: str, owner: type | ModuleType, name: str, wrapper: Wrapper) -> None:
-        """Wraps a method of a class that is not vLLM's, or a module's function, once."""
+        """Wraps a module's function or a class's method once, by its name alone.
+
+        A tripwire is one on ``__init__``, which a class may inherit.
+        """
         standing = [c for c in self._of(slug) if (c.owner, c.name) == (owner, name)]
         for change in standing:
             change.turn_on()
         if not standing:
-            self._wrap(slug, owner, name, vars(owner)[name], wrapper)
+            target = vars(owner).get(name) or getattr(owner, name)
+            self._wrap(slug, owner, name, target, wrapper)
 
     def supersede(self, slug: str) -> list[str]:
         """Puts aside what kvcached's own patch has put over or before our wrappers.

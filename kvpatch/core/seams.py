@@ -1,6 +1,7 @@
 """The seams, where vLLM is wrapped: each one, called with a release's facts, is a site.
 
-A seam has its place, its name there and its parameters, without ``self`` and ``cls``.
+A seam has its place, its name there and its parameters, without ``self`` and ``cls``. Where a
+release decides a parameter, a function of its facts stands for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from kvpatch.core.releases import Place, ReleaseFacts
 
 Seam = Callable[[ReleaseFacts], Site]
 _PlaceOf = Callable[[ReleaseFacts], Place]
+#: A parameter, or those that a release has.
+_Named = str | Callable[[ReleaseFacts], tuple[str, ...]]
+
+_BOUND: dict[Kind, tuple[str, ...]] = {"function": ("self",), "classmethod": ("cls",)}
 
 _WORKER: _PlaceOf = attrgetter("worker")
 _READER: _PlaceOf = attrgetter("reader")
@@ -20,48 +25,52 @@ _SCHEDULER: _PlaceOf = attrgetter("scheduler")
 _CONNECTOR: _PlaceOf = attrgetter("connector")
 
 
-def _site(place: Place, name: str, *parameters: str, kind: Kind = "function") -> Site:
-    bound = {"function": ("self",), "classmethod": ("cls",), "staticmethod": ()}[kind]
-    return Site(place.module, place.owner, name, kind, (*bound, *parameters))
+def _at(
+    place: Place | _PlaceOf,
+    name: str,
+    *parameters: _Named,
+    kind: Kind = "function",
+    front_end: bool = False,
+) -> Seam:
+    def site(facts: ReleaseFacts) -> Site:
+        found = place if isinstance(place, Place) else place(facts)
+        named = [(one,) if isinstance(one, str) else one(facts) for one in parameters]
+        taken = (*_BOUND.get(kind, ()), *(one for some in named for one in some))
+        return Site(found.module, found.owner, name, kind, taken, front_end)
+
+    return site
 
 
-def _at(place: _PlaceOf, name: str, *parameters: str, kind: Kind = "function") -> Seam:
-    return lambda facts: _site(place(facts), name, *parameters, kind=kind)
+def _if(fact: str, *parameters: str) -> Callable[[ReleaseFacts], tuple[str, ...]]:
+    """Names parameters of the releases of which a fact is true."""
+    return lambda facts: parameters if getattr(facts, fact) else ()
+
+
+_INIT = ("vllm_config", "engine_id", _if("has_cache_groups", "kv_cache_config"))
+_CONTEXTS = _if("states_context_parallelism", "remote_dcp_size")
+
+
+def _stages(facts: ReleaseFacts) -> tuple[str, ...]:
+    has_stages = facts.question == "stage and rank"
+    return ("remote_pp_size", "notif_agents_only") if has_stages else ()
 
 
 # --- the workers ---------------------------------------------------------------
 
-
-def worker_init(facts: ReleaseFacts) -> Site:
-    """The place where a worker asks whether its device's memory can be registered."""
-    return _site(facts.worker, "__init__", *_init_parameters(facts))
-
-
-def _init_parameters(facts: ReleaseFacts) -> tuple[str, ...]:
-    plan = ("kv_cache_config",) if facts.has_cache_groups else ()
-    return ("vllm_config", "engine_id", *plan)
-
-
+#: Where a worker asks whether its device's memory can be registered.
+worker_init = _at(_WORKER, "__init__", *_INIT)
 #: Where a worker is handed the tensors of its KV cache.
 register_kv_caches = _at(_WORKER, "register_kv_caches", "kv_caches")
-
-
-def nixl_handshake(facts: ReleaseFacts) -> Site:
-    """The place where a worker asks a peer for its metadata."""
-    asked = ("host", "port", "remote_tp_size", "expected_engine_id")
-    contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
-    has_stages = facts.question == "stage and rank"
-    stages = ("remote_pp_size", "notif_agents_only") if has_stages else ()
-    return _site(facts.worker, "_nixl_handshake", *asked, *contexts, *stages)
-
-
-def add_remote_agent(facts: ReleaseFacts) -> Site:
-    """The place where a worker is told of one rank of a peer, at the handshake."""
-    contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
-    told = ("nixl_agent_meta", "remote_tp_rank", "remote_tp_size", *contexts)
-    return _site(facts.worker, "add_remote_agent", *told)
-
-
+#: Where a worker asks a peer for its metadata.
+nixl_handshake = _at(
+    *(_WORKER, "_nixl_handshake", "host", "port", "remote_tp_size", "expected_engine_id"),
+    *(_CONTEXTS, _stages),
+)
+#: Where a worker is told of one rank of a peer, at the handshake.
+add_remote_agent = _at(
+    *(_WORKER, "add_remote_agent", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size"),
+    _CONTEXTS,
+)
 #: Where a worker is told what to read in a step.
 start_load_kv = _at(_READER, "start_load_kv", "metadata")
 #: Where a worker posts the reads of one request.
@@ -78,24 +87,20 @@ unregister_kv_caches = _at(_WORKER, "unregister_kv_caches")
 reorder_received = _at(_WORKER, "post_process_device_kv_on_receive_heterogeneous_attn", "block_ids")
 #: Where a worker tells what it has counted since the last step.
 worker_stats = _at(_WORKER, "get_kv_connector_stats")
+_transfer_results = _at(_WORKER, "get_transfer_results")
 
 
 def transfer_results(facts: ReleaseFacts) -> Site:
     """Returns the site where a worker reports sent and received requests, on this release."""
-    name = "get_transfer_results" if facts.failed_loads == "as failed" else "get_finished"
-    return _site(facts.worker, name)
+    return (_transfer_results if facts.failed_loads == "as failed" else worker_get_finished)(facts)
 
 
 # --- the connector's scheduler half ----------------------------------------------
 
-
-def scheduler_init(facts: ReleaseFacts) -> Site:
-    """The place where the connector's scheduler half is made."""
-    return _site(facts.scheduler, "__init__", *_init_parameters(facts))
-
-
 _ASKED = ("request", "num_computed_tokens")
 
+#: Where the connector's scheduler half is made.
+scheduler_init = _at(_SCHEDULER, "__init__", *_INIT)
 #: Where the scheduler writes what the workers will read, in pull and in push mode.
 build_connector_meta = _at(_SCHEDULER, "build_connector_meta", "scheduler_output")
 #: Where the connector's scheduler half says how many tokens would be loaded.
@@ -103,16 +108,20 @@ scheduler_matched_tokens = _at(_SCHEDULER, "get_num_new_matched_tokens", *_ASKED
 #: Where the connector's scheduler half is handed what its workers state; from 0.11.1.
 set_xfer_handshake_metadata = _at(_SCHEDULER, "set_xfer_handshake_metadata", "metadata")
 
+_in_worker = _at(
+    *(_WORKER, "_nixl_handshake_listener", "metadata", "ready_event", "base_port", "tp_rank"),
+    kind="staticmethod",
+)
+_in_scheduler = _at(
+    *(_SCHEDULER, "_nixl_handshake_listener", "encoded_data", "ready_event", "stop_event"),
+    *(_if("listens_by_host", "host"), "port"),
+    kind="staticmethod",
+)
+
 
 def handshake_listener(facts: ReleaseFacts) -> Site:
     """The thread that answers handshakes."""
-    if not facts.listens_in_scheduler:
-        place, parameters = facts.worker, ("metadata", "ready_event", "base_port", "tp_rank")
-    else:
-        host = ("host",) if facts.listens_by_host else ()
-        place = facts.scheduler
-        parameters = ("encoded_data", "ready_event", "stop_event", *host, "port")
-    return _site(place, "_nixl_handshake_listener", *parameters, kind="staticmethod")
+    return (_in_scheduler if facts.listens_in_scheduler else _in_worker)(facts)
 
 
 def side_channel_sockets(facts: ReleaseFacts) -> tuple[Site, ...]:
@@ -151,28 +160,32 @@ connector_stats = _at(_CONNECTOR, "get_kv_connector_stats")
 build_connector_stats = _at(_CONNECTOR, "build_kv_connector_stats", "data", kind="classmethod")
 
 
-def bind_connector_metadata(facts: ReleaseFacts) -> Site:
-    """The place where a worker gets a step's metadata, before the model runs; every connector's.
+def _base(facts: ReleaseFacts) -> Place:
+    return Place(f"{facts.connector.module.partition('.v1.')[0]}.v1.base", "KVConnectorBase_V1")
 
-    ``start_load_kv`` comes after the model has run, from 0.29. A MultiConnector of a release
-    <= 0.11.0 does not call it.
-    """
-    place = Place(f"{facts.connector.module.partition('.v1.')[0]}.v1.base", "KVConnectorBase_V1")
-    return _site(place, "bind_connector_metadata", "connector_metadata")
+
+#: Where a worker gets a step's metadata, before the model runs; every connector's.
+#: ``start_load_kv`` comes after the model has run, from 0.29. A MultiConnector of a release
+#: <= 0.11.0 does not call it.
+bind_connector_metadata = _at(_base, "bind_connector_metadata", "connector_metadata")
+
+_finished = _at(_CONNECTOR, "request_finished", "request", "block_ids")
+_all_finished = _at(_CONNECTOR, "request_finished_all_groups", "request", "block_ids")
 
 
 def request_finished(facts: ReleaseFacts) -> tuple[Site, ...]:
     """The place where vLLM says that a request is over, and gets what P's answer carries."""
-    groups = ("request_finished_all_groups",) if facts.has_cache_groups else ()
-    names = ("request_finished", *groups)
-    return tuple(_site(facts.connector, name, "request", "block_ids") for name in names)
+    seams = (_finished, _all_finished) if facts.has_cache_groups else (_finished,)
+    return tuple(seam(facts) for seam in seams)
 
 
 # --- the connector's statistics, from 0.11.1 --------------------------------------
 
 
 def _of_stats(name: str, *parameters: str, owner: str = "") -> Callable[[Place], Site]:
-    return lambda stats: _site(Place(stats.module, owner or stats.owner), name, *parameters)
+    return lambda stats: Site(
+        stats.module, owner or stats.owner, name, "function", ("self", *parameters)
+    )
 
 
 _METRICS = "NixlPromMetrics"
@@ -195,66 +208,51 @@ prom_metrics_observe = _of_stats("observe", "transfer_stats_data", "engine_idx",
 # --- vLLM's scheduler ------------------------------------------------------------
 
 _CORE = Place("vllm.v1.core.sched.scheduler", "Scheduler")
-
-
-def _core(name: str, *parameters: str) -> Seam:
-    return lambda _: _site(_CORE, name, *parameters)
-
+_MANAGER = Place("vllm.v1.core.kv_cache_manager", "KVCacheManager")
 
 #: Where vLLM's scheduler takes a request.
-add_request = _core("add_request", "request")
+add_request = _at(_CORE, "add_request", "request")
 #: Where vLLM's scheduler ends requests from outside: aborts, and failed loads.
-finish_requests = _core("finish_requests", "request_ids", "finished_status")
+finish_requests = _at(_CORE, "finish_requests", "request_ids", "finished_status")
 #: Where vLLM's scheduler asks whether a request that is over keeps its blocks.
-connector_finished = _core("_connector_finished", "request")
+connector_finished = _at(_CORE, "_connector_finished", "request")
 #: Where vLLM's scheduler hears what a step has come to.
-update_from_output = _core("update_from_output", "scheduler_output", "model_runner_output")
-_MANAGER = Place("vllm.v1.core.kv_cache_manager", "KVCacheManager")
+update_from_output = _at(_CORE, "update_from_output", "scheduler_output", "model_runner_output")
+#: A step of vLLM's scheduler.
+schedule = _at(_CORE, "schedule", _if("throttles_prefills", "throttle_prefills"))
+#: Where vLLM's scheduler hears what its workers have sent and received.
+update_from_kv_xfer_finished = _at(
+    _CORE, "_update_from_kv_xfer_finished", lambda facts: (facts.core_output,)
+)
+#: Where vLLM's scheduler finds requests whose blocks were not loaded; from 0.13.
+update_requests_with_invalid_blocks = _at(
+    *(_CORE, "_update_requests_with_invalid_blocks", "requests", "invalid_block_ids"),
+    *(_if("counts_tokens_of_failed", "num_scheduled_tokens"), "evict_blocks"),
+)
+_free = _at(_MANAGER, "free", "request")
+_pop_blocks = _at(_MANAGER, "pop_blocks_for_free", "request")
 
 
 def free_blocks(facts: ReleaseFacts) -> tuple[Site, ...]:
     """The place where a request's blocks are let go of: read, finished, aborted or preempted."""
-    names = ("free", "pop_blocks_for_free") if facts.frees_blocks_later else ("free",)
-    return tuple(_site(_MANAGER, name, "request") for name in names)
-
-
-def schedule(facts: ReleaseFacts) -> Site:
-    """A step of vLLM's scheduler."""
-    return _site(_CORE, "schedule", *(("throttle_prefills",) if facts.throttles_prefills else ()))
-
-
-def update_from_kv_xfer_finished(facts: ReleaseFacts) -> Site:
-    """The place where vLLM's scheduler hears what its workers have sent and received."""
-    return _site(_CORE, "_update_from_kv_xfer_finished", facts.core_output)
-
-
-def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
-    """The place where vLLM's scheduler finds requests whose blocks were not loaded; from 0.13."""
-    tokens = ("num_scheduled_tokens",) if facts.counts_tokens_of_failed else ()
-    taken = ("requests", "invalid_block_ids", *tokens, "evict_blocks")
-    return _site(_CORE, "_update_requests_with_invalid_blocks", *taken)
+    seams = (_free, _pop_blocks) if facts.frees_blocks_later else (_free,)
+    return tuple(seam(facts) for seam in seams)
 
 
 # --- the API server --------------------------------------------------------------
 
 _CLIENT = Place("vllm.v1.engine.async_llm", "AsyncLLM")
 
-
-def _front_end(place: Place, name: str, *parameters: str) -> Site:
-    return Site(
-        place.module, place.owner, name, "function", ("self", *parameters), is_front_end=True
-    )
-
-
-def server_add_request(facts: ReleaseFacts) -> Site:
-    """The place where the API server's engine client takes a request."""
-    return _front_end(_CLIENT, "add_request", *facts.server_request[1:])
-
-
-def create_completion(facts: ReleaseFacts) -> Site:
-    """The place where the API server takes a request to ``/v1/completions``."""
-    place = Place(facts.completions_module, "OpenAIServingCompletion")
-    return _front_end(place, "create_completion", "request", "raw_request")
+#: Where the API server's engine client takes a request.
+server_add_request = _at(
+    _CLIENT, "add_request", lambda facts: facts.server_request[1:], front_end=True
+)
+#: Where the API server takes a request to ``/v1/completions``.
+create_completion = _at(
+    lambda facts: Place(facts.completions_module, "OpenAIServingCompletion"),
+    *("create_completion", "request", "raw_request"),
+    front_end=True,
+)
 
 
 def front_end_modules(facts: ReleaseFacts) -> tuple[str, ...]:

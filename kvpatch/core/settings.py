@@ -60,111 +60,20 @@ _Z85_LAST = "%nSc0"
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
-# --- kinds of settings, each made into what reads one ---------------------------------------
+# --- how a text is read ---------------------------------------------------------------------
 
-#: What reads each variable of these kinds.
+#: What reads each variable.
 _READERS: dict[str, Callable[[], object]] = {}
 
 
-def _choice(name: str, *choices: str) -> Callable[[], str]:
-    """Returns one of the choices; the first where nothing is set."""
+def _setting(name: str, parse: Callable[[str, str], T]) -> Callable[[], T]:
+    """Returns what reads a variable; `parse` gets its name and its text, empty where unset."""
 
-    def read() -> str:
-        return _checked(name, os.environ.get(name, "").lower() or choices[0], choices)
+    def read() -> T:
+        return parse(name, os.environ.get(name, ""))
 
-    return _reader(name, read)
-
-
-def _declared(name: str, *choices: str) -> Callable[[], str | None]:
-    """Returns one of the choices; None where nothing is set."""
-
-    def read() -> str | None:
-        value = os.environ.get(name, "")
-        value = value.upper() if choices[0].isupper() else value.lower()
-        return _checked(name, value, choices) if value else None
-
-    return _reader(name, read)
-
-
-def _boolean(name: str) -> Callable[[], bool]:
-    """False where a variable is unset or empty."""
-
-    def read() -> bool:
-        value = os.environ.get(name, "")
-        found = _BOOLEANS.get(value.strip().lower()) if value else False
-        if found is None:
-            raise _settings_error(
-                f"{name}={value!r} is neither true, 1, false nor 0", "set one of them, or unset it"
-            )
-        return found
-
-    return _reader(name, read)
-
-
-def _bytes(name: str, default: int) -> Callable[[], int]:
-    def read() -> int:
-        value = os.environ.get(name, "")
-        if not _is_count(value):
-            raise _settings_error(
-                f"{name}={value!r} is not a whole number of bytes above 0",
-                f"set one ({default} say), or unset it",
-            )
-        return int(value or default)
-
-    return _reader(name, read)
-
-
-def _is_key(text: str) -> bool:
-    """True if ZMQ takes it for a key."""
-    if len(text) != KEY_LETTERS or not set(_Z85).issuperset(text):
-        return False
-    digits = [_Z85.index(letter) for letter in text]
-    last = [_Z85.index(letter) for letter in _Z85_LAST]
-    return all(digits[at : at + 5] <= last for at in range(0, KEY_LETTERS, 5))
-
-
-def _key(name: str) -> Callable[[], str]:
-    """The key in the file that a variable names; empty where nothing is set."""
-
-    def read() -> str:
-        path = os.environ.get(name, "")
-        if not path:
-            return ""
-        from pathlib import Path
-
-        try:
-            key = Path(path).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _settings_error(
-                f"{name}={path!r} is not a file that can be read: {error}",
-                f"name a file that `kvpatch key FILE` has written, or unset {name}",
-            ) from error
-        if not _is_key(key):
-            raise _settings_error(
-                f"{name}={path!r} is not a file with a key in it",
-                f"name a file that `kvpatch key FILE` has written, or unset {name}",
-            )
-        return key
-
-    return _reader(name, read)
-
-
-def _is_count(value: str) -> bool:
-    """True of a whole number above 0, and of nothing at all."""
-    return not value or (value.isascii() and value.isdigit() and int(value) > 0)
-
-
-def _reader(name: str, read: Callable[[], T]) -> Callable[[], T]:
     _READERS[name] = read
     return read
-
-
-def _checked(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise _settings_error(
-            f"{name}={value!r} is not one of {', '.join(choices)}", "set one of them, or unset it"
-        )
-    return value
 
 
 def _settings_error(reason: str, cure: str) -> SettingsError:
@@ -173,10 +82,86 @@ def _settings_error(reason: str, cure: str) -> SettingsError:
     return SettingsError(reason, cure)
 
 
-# --- the settings ---------------------------------------------------------------------------
+def _choice(*choices: str) -> Callable[[str, str], str]:
+    """Reads one of the choices; the first where nothing is set."""
+    declared = _declared(*choices)
+    return lambda name, text: declared(name, text) or choices[0]
 
-#: True where ``ENABLE_KVPATCH`` asks for kvpatch; unset and empty do not.
-is_enabled = _boolean(ENABLE)
+
+def _declared(*choices: str) -> Callable[[str, str], str | None]:
+    """Reads one of the choices; None where nothing is set."""
+
+    def parse(name: str, text: str) -> str | None:
+        found = text.upper() if choices[0].isupper() else text.lower()
+        if found and found not in choices:
+            raise _settings_error(
+                f"{name}={found!r} is not one of {', '.join(choices)}",
+                "set one of them, or unset it",
+            )
+        return found or None
+
+    return parse
+
+
+def _boolean(name: str, text: str) -> bool:
+    """False where a variable is unset or empty."""
+    found = _BOOLEANS.get(text.strip().lower()) if text else False
+    if found is None:
+        raise _settings_error(
+            f"{name}={text!r} is neither true, 1, false nor 0", "set one of them, or unset it"
+        )
+    return found
+
+
+def _bytes(default: int) -> Callable[[str, str], int]:
+    def parse(name: str, text: str) -> int:
+        if not _is_count(text):
+            raise _settings_error(
+                f"{name}={text!r} is not a whole number of bytes above 0",
+                f"set one ({default} say), or unset it",
+            )
+        return int(text or default)
+
+    return parse
+
+
+def _tokens(name: str, text: str) -> int | None:
+    if not _is_count(text):
+        raise _settings_error(
+            f"{name}={text!r} is not a whole number of tokens",
+            "set the --block-size of P, or unset it",
+        )
+    return int(text) if text else None
+
+
+def _is_count(text: str) -> bool:
+    """True of a whole number above 0, and of nothing at all."""
+    return not text or (text.isascii() and text.isdigit() and int(text) > 0)
+
+
+def _key(name: str, path: str) -> str:
+    """The key in a file."""
+    if not path:
+        return ""
+    from pathlib import Path
+
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _settings_error(
+            f"{name}={path!r} is not a file that can be read: {error}",
+            f"name a file that `kvpatch key FILE` has written, or unset {name}",
+        ) from error
+    # As ZMQ takes it.
+    digits = [_Z85.find(letter) for letter in key]
+    last = [_Z85.index(letter) for letter in _Z85_LAST]
+    fives = [digits[at : at + 5] for at in range(0, len(key), 5)]
+    if len(key) != KEY_LETTERS or min(digits) < 0 or max(fives) > last:
+        raise _settings_error(
+            f"{name}={path!r} is not a file with a key in it",
+            f"name a file that `kvpatch key FILE` has written, or unset {name}",
+        )
+    return key
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -184,80 +169,67 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.replace(",", " ").split()))
 
 
-def disabled_slugs() -> tuple[str, ...]:
-    """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
-    return listed(os.environ.get(DISABLE, ""))
+def _listed(_: str, text: str) -> tuple[str, ...]:
+    return listed(text)
 
 
-def accepted_factors() -> tuple[str, ...]:
-    """The factors that ``KVPATCH_ACCEPT`` lists, in which a peer may differ from this engine."""
-    names = listed(os.environ.get(ACCEPT, ""))
-    for name in names:
+def _factors(variable: str, text: str) -> tuple[str, ...]:
+    for name in listed(text):
         if name in _CHANGES_BYTES:
             raise _settings_error(
-                f"{ACCEPT}={name!r} can never be accepted, for with another one bytes mean "
+                f"{variable}={name!r} can never be accepted, for with another one bytes mean "
                 "something else",
                 "use one on both sides",
             )
-        _checked(ACCEPT, name, ACCEPTABLE)
-    return names
+        _declared(*ACCEPTABLE)(variable, name)
+    return listed(text)
 
 
-def allowed_peers() -> tuple[str, ...]:
-    """The entries of ``KVPATCH_ALLOWED_PEERS``, as written there; none for any peer."""
-    return listed(os.environ.get(ALLOWED_PEERS, ""))
+# --- the settings ---------------------------------------------------------------------------
 
-
+#: True where ``ENABLE_KVPATCH`` asks for kvpatch; unset and empty do not.
+is_enabled = _setting(ENABLE, _boolean)
+#: The factors in which a peer may differ from this engine.
+accepted_factors = _setting(ACCEPT, _factors)
+#: The peers that are allowed, as written there; none for any peer.
+allowed_peers = _setting(ALLOWED_PEERS, _listed)
 #: How much of a load is proven by digests.
-digest = _choice(DIGEST, "off", "sample", "all")
-#: The level for kvpatch's own loggers; None leaves them alone.
-log_level = _declared(LOG_LEVEL, "DEBUG", "INFO", "WARNING", "ERROR")
+digest = _setting(DIGEST, _choice("off", "sample", "all"))
+#: The patches that are turned off, as written there.
+disabled_slugs = _setting(DISABLE, _listed)
+#: The release or generation to assume for a vLLM build that the release table lacks.
+generation_override = _setting(GENERATION, lambda _, text: text or None)
 #: When KV caches go through host memory.
-host_buffer = _choice(HOST_BUFFER, "auto", "always", "never")
+host_buffer = _setting(HOST_BUFFER, _choice("auto", "always", "never"))
 #: The most that a worker's host buffer may take; no more than its KV cache takes is used.
-host_buffer_bytes = _bytes(HOST_BUFFER_BYTES, 4 * 1024**3)
+host_buffer_bytes = _setting(HOST_BUFFER_BYTES, _bytes(4 * 1024**3))
 #: What becomes of kvcached's memory where a card may register it.
-kvcached_cards = _choice(KVCACHED_CARDS, "refuse", "trust")
+kvcached_cards = _setting(KVCACHED_CARDS, _choice("refuse", "trust"))
+#: The level for kvpatch's own loggers; None leaves them alone.
+log_level = _setting(LOG_LEVEL, _declared("DEBUG", "INFO", "WARNING", "ERROR"))
 #: What becomes of a load that a check fails: ``fail`` is as a transfer does.
-on_failed_check = _choice(ON_FAILED_CHECK, "recompute", "fail")
+on_failed_check = _setting(ON_FAILED_CHECK, _choice("recompute", "fail"))
+#: The tokens of a block of every P, as the operator declares them; None where unset.
+peer_block_size = _setting(PEER_BLOCK_SIZE, _tokens)
 #: How every P on a CPU has its keys, as the operator declares it.
-peer_keys = _declared(PEER_KEYS, "columns", "tiles")
+peer_keys = _setting(PEER_KEYS, _declared("columns", "tiles"))
 #: The layout of every P's cache, as the operator declares it.
-peer_layout = _declared(PEER_LAYOUT, "HND", "NHD")
-#: True if D loads no prompt of whose tokens P states no hashes.
-requires_tokens = _boolean(REQUIRE_TOKENS)
-#: The side channel's key; empty for none.
-side_channel_key = _key(SIDE_CHANNEL_KEY)
-#: True if engines without the key are talked to as well, while it is rolled out.
-side_channel_plain = _boolean(SIDE_CHANNEL_PLAIN)
-#: The size of a worker's staging pool.
-staging_bytes = _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES)
-#: How unlike caches are read.
-transfer_mode = _choice(TRANSFER, *TRANSFERS)
+peer_layout = _setting(PEER_LAYOUT, _declared("HND", "NHD"))
 #: What reads go on in: a thread of their own where it can be, or the engine's steps.
-progress = _choice(PROGRESS, "auto", "step")
-
-
-def peer_block_size() -> int | None:
-    """Returns the tokens of a block of every P, as the operator declares them; None where unset."""
-    value = os.environ.get(PEER_BLOCK_SIZE, "")
-    if not _is_count(value):
-        raise _settings_error(
-            f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens",
-            "set the --block-size of P, or unset it",
-        )
-    return int(value) if value else None
-
-
-def generation_override() -> str | None:
-    """The release or generation to assume for a vLLM build that the release table lacks."""
-    return os.environ.get(GENERATION) or None
-
+progress = _setting(PROGRESS, _choice("auto", "step"))
+#: True if D loads no prompt of whose tokens P states no hashes.
+requires_tokens = _setting(REQUIRE_TOKENS, _boolean)
+#: The side channel's key; empty for none.
+side_channel_key = _setting(SIDE_CHANNEL_KEY, _key)
+#: True if engines without the key are talked to as well, while it is rolled out.
+side_channel_plain = _setting(SIDE_CHANNEL_PLAIN, _boolean)
+#: The size of a worker's staging pool.
+staging_bytes = _setting(STAGING_BYTES, _bytes(DEFAULT_STAGING_BYTES))
+#: How unlike caches are read.
+transfer_mode = _setting(TRANSFER, _choice(*TRANSFERS))
 
 #: All that engines read, but for :data:`ENABLE`.
-NAMES = tuple(
-    sorted({*_READERS, ACCEPT, ALLOWED_PEERS, DISABLE, GENERATION, PEER_BLOCK_SIZE} - {ENABLE})
-)
+NAMES = tuple(sorted(_READERS.keys() - {ENABLE}))
 
 
 # --- variables of others --------------------------------------------------------------------
@@ -331,7 +303,7 @@ def errors() -> list[str]:
     from kvpatch.core.errors import SettingsError
 
     found = []
-    for read in (*_READERS.values(), accepted_factors, peer_block_size):
+    for read in _READERS.values():
         try:
             read()
         except SettingsError as error:

@@ -1,9 +1,4 @@
-"""Reads definitions out of vLLM's source, without importing it, and takes their fingerprints.
-
-A module is not parsed as a whole: the lines of one definition are cut out by their indentation
-and parsed alone, which takes a tenth of the time. Where such a cut ends too early the parser
-does not take it, and then the whole module is parsed.
-"""
+"""Reads definitions out of vLLM's source, without importing it, and takes their fingerprints."""
 
 from __future__ import annotations
 
@@ -22,13 +17,6 @@ OVERRIDES = "^"
 BASES = "()"
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-#: How definitions begin; a module's constants have neither of the first three.
-_OF_CLASSES = ("class {}", "def {}", "async def {}")
-_OF_MODULES = (*_OF_CLASSES, "{}:", "{} =")
-#: By its margin, where a definition ends: its lines are indented more, or empty, or comments, or
-#: close what an earlier one has opened.
-_MARGINS = ("", "    ", "        ")
-_END = {len(m): re.compile(rf"\n {{0,{len(m)}}}(?=[^\s)\]}}#])") for m in _MARGINS}
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 
 
@@ -47,13 +35,12 @@ class Source:
         self._classes: dict[str, dict[str, tuple[str, list[str]]]] = {}
 
     def text(self, module: str) -> str:
-        """A module's text behind an empty line."""
+        """A module's text; empty where there is none."""
         if module not in self._texts:
             base = module.replace(".", "/")
             found = (self._root.joinpath(f"{base}{end}") for end in (".py", "/__init__.py"))
             path = next((p for p in found if p.is_file()), None)
-            found_text = "" if path is None else path.read_text(encoding="utf-8")
-            self._texts[module] = f"\n{found_text}"  # each line has one before it
+            self._texts[module] = "" if path is None else path.read_text(encoding="utf-8")
         return self._texts[module]
 
     def fingerprint(self, module: str, name: str, package: str) -> str:
@@ -101,22 +88,9 @@ class Source:
 
     def definition(self, module: str, name: str) -> ast.stmt | None:
         """The last definition of that name; None where there is none."""
-        *owners, last = name.split(".")
-        text, margin = self.text(module), ""
-        for owner in owners:
-            if f"class {owner}" not in text:
-                return None
-            text, margin = _cut(text, margin, f"class {owner}"), f"{margin}    "
-        starts = [start.format(last) for start in (_OF_CLASSES if owners else _OF_MODULES)]
-        if text and not any(_places(text, f"\n{m}{s}") for m in _MARGINS for s in starts):
-            return None
-        cuts = [cut for start in starts if (cut := _cut(text, margin, start))]
-        found = _parsed(cuts[0], margin) if len(cuts) == 1 else None
-        if found is not None:
-            return found
         if module not in self._parsed:
             self._parsed[module] = ast.parse(self.text(module)).body
-        return _find(self._parsed[module], [*owners, last])
+        return _find(self._parsed[module], name.split("."))
 
     def _classes_of(self, package: str) -> dict[str, tuple[str, list[str]]]:
         """The classes of a package's modules: where each is, and the names of its bases."""
@@ -129,38 +103,6 @@ class Source:
                 for name, bases in _CLASS.findall(self.text(module)):
                     found[name] = module, re.findall(r"\w+", bases)
         return self._classes[package]
-
-
-def _cut(text: str, margin: str, start: str) -> str:
-    """The lines of the only definition that starts so; empty where there is not one."""
-    found = _places(text, f"\n{margin}{start}")
-    if len(found) != 1:
-        return ""
-    first, end = found[0], _END[len(margin)].search(text, found[0] + 1)
-    while (line := text.rfind("\n", 0, first)) >= 0 and text.startswith(f"\n{margin}@", line):
-        first = line
-    if text.startswith(f"\n{margin})", max(line, 0)):
-        return ""  # a decorator of several lines
-    return text[first : end.start() if end else len(text)]
-
-
-def _parsed(cut: str, margin: str) -> ast.stmt | None:
-    try:
-        found = ast.parse(f"if 1:{cut}" if margin else cut).body
-    except SyntaxError:
-        return None
-    return found[0].body[0] if isinstance(found[0], ast.If) else found[0]
-
-
-def _places(text: str, start: str) -> list[int]:
-    """Returns the positions where lines begin with `start`, as a whole word."""
-    found, at = [], text.find(start)
-    while at >= 0:
-        behind = text[at + len(start) : at + len(start) + 1]
-        if not (behind.isalnum() or behind == "_"):
-            found.append(at)
-        at = text.find(start, at + 1)
-    return found
 
 
 def _find(body: list[ast.stmt], parts: list[str]) -> ast.stmt | None:

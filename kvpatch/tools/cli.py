@@ -6,10 +6,9 @@ import importlib.util
 import inspect
 import json
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -17,15 +16,13 @@ import typer
 
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.core.version import __version__
+from kvpatch.tools.verify.setups import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpatch.tools.doctor import Diagnosis
-    from kvpatch.tools.planning.plan import PairPlan
-    from kvpatch.tools.upgrade import Upgrade
-    from kvpatch.tools.verify.compare import SetupComparison
-    from kvpatch.tools.verify.setups import Options
+    from kvpatch.tools.doctor import Diagnosis, Upgrade
+    from kvpatch.tools.engine_report import EngineReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,176 +68,26 @@ def doctor(
     """
     from rich.console import Console
 
-    if url is not None:
-        _show_engine(url, as_json=as_json)
-    if against is not None:
-        _show_upgrade(against, as_json=as_json)
-
-    from kvpatch.tools.doctor import diagnose
-
-    with Console(stderr=True).status("importing vLLM"):
-        diagnosis = diagnose()
-    if as_json:
-        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
-    else:
-        _show(diagnosis)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
-
-
-def _show_engine(url: str, *, as_json: bool) -> None:
-    from kvpatch.tools.engine_report import report_of
-
+    found: Diagnosis | Upgrade | EngineReport
     with exit_statuses():
-        found = report_of(url)
-    if as_json:
-        typer.echo(json.dumps({"sentences": found.sentences, "well": found.is_well}, indent=2))
-    else:
-        for sentence in found.sentences:
-            typer.echo(sentence)
-    raise typer.Exit(0 if found.is_well else 1)
+        if url is not None:
+            from kvpatch.tools.engine_report import report_of
 
+            found = report_of(url)
+        elif against is not None:
+            from kvpatch.tools.doctor import upgrade_to
 
-def _show_upgrade(path: Path, *, as_json: bool) -> None:
-    from rich.console import Console
+            found = upgrade_to(against)
+        else:
+            from kvpatch.tools.doctor import diagnose
 
-    from kvpatch.tools.upgrade import upgrade_to
-
-    with exit_statuses():
-        found = upgrade_to(path)
+            with Console(stderr=True).status("importing vLLM"):
+                found = diagnose()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        _show_patches(found, Console())
+        found.show(Console())
     raise typer.Exit(0 if found.healthy else 1)
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    status = diagnosis.status
-    installed = Table(title="kvpatch doctor", show_header=False)
-    for name, version in diagnosis.versions.items():
-        installed.add_row(name, version)
-    installed.add_row("generation", status.generation or "unknown")
-    installed.add_row("ENABLE_KVPATCH", "on" if diagnosis.gate else "off in this environment")
-    for name, value in diagnosis.settings.items():
-        installed.add_row(name, value)
-    console.print(installed)
-    _show_patches(diagnosis, console)
-
-
-def _show_patches(found: Diagnosis | Upgrade, console: Console) -> None:
-    """A row for each patch, and the verdict."""
-    from rich.table import Table
-
-    styles = {"applied": "green", "refused": "red", "off": "yellow"}
-    patches = Table("patch", "outcome", "why")
-    for row in found.patches:
-        patches.add_row(row.slug, row.outcome, row.reason, style=styles.get(row.outcome))
-    if found.patches:
-        console.print(patches)
-    style = "green" if found.healthy else "red"
-    console.print(found.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The arguments and options of ``kvpatch plan``, as they were typed."""
-
-    prefill: Annotated[
-        str,
-        typer.Argument(
-            help="P: a file of vllm serve --config, a description (.json), or an engine's URL.",
-            show_default=False,
-        ),
-    ]
-    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)]
-    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
-    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
-    attention_backend: Annotated[
-        str | None, typer.Option(help="Of both, as vLLM's log names it.")
-    ] = None
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or its folder.")
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
-
-    def planned(self) -> PairPlan:
-        """Plans the pair.
-
-        Raises:
-            KvpatchError: it cannot be said.
-        """
-        from kvpatch.tools.planning.arguments import read_arguments
-        from kvpatch.tools.planning.plan import plan_pair
-
-        overrides = {
-            "release": self.release,
-            "platform": self.platform,
-            "attention-backend": self.attention_backend,
-        }
-        prefill, decode = (read_arguments(one, overrides) for one in (self.prefill, self.decode))
-        return plan_pair(prefill, decode, self.model_config)
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """The options of ``kvpatch verify``, as they were typed."""
-
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda: compare two workers' caches there, without any engine."),
-    ] = None
-    release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
-    ] = None
-    setups: Annotated[str, typer.Option(help="Which to run; the first is the reference.")] = (
-        "single,stock,kvpatch"
-    )
-    engine_args: Annotated[
-        str, typer.Option(help="Server arguments of every engine, quoted as one.")
-    ] = ""
-    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
-    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
-    kvpatch_on: Annotated[
-        str, typer.Option(help="Sides with kvpatch: both, prefill or decode.")
-    ] = "both"
-    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
-    negative_control: Annotated[
-        bool, typer.Option(help="Also spoil a block on purpose; the comparison must notice.")
-    ] = True
-    work_dir: Annotated[Path | None, typer.Option(help="For logs, model and results; kept.")] = None
-    startup_timeout: Annotated[
-        float, typer.Option(help="Seconds that an engine may take to start.")
-    ] = 600.0
-
-    def parsed(self) -> Options:
-        """Returns what a run is made of; makes the folder.
-
-        Raises:
-            BadOptions: no run can be made of them.
-        """
-        from kvpatch.tools.verify import setups
-
-        if self.release is not None:
-            setups.require_release(self.release)
-        return setups.Options(
-            work_dir=results_folder(self.work_dir),
-            model=self.model,
-            setups=setups.parse_setups(self.setups),
-            dtype=self.dtype,
-            engine_arguments=setups.parse_arguments(self.engine_args),
-            prefill_arguments=setups.parse_arguments(self.p_args),
-            decode_arguments=setups.parse_arguments(self.d_args),
-            kvpatch_on=setups.parse_side(self.kvpatch_on),
-            max_tokens=self.max_tokens,
-            negative_control=self.negative_control,
-            startup_timeout_s=self.startup_timeout,
-        )
 
 
 def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -258,30 +105,23 @@ def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[...,
     return with_options
 
 
-def results_folder(asked: Path | None) -> Path:
-    """Returns the folder for logs and results: the user's, or a new temporary one."""
-    folder = (asked or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @contextmanager
 def exit_statuses() -> Iterator[None]:
     """Ends the command with 128 + n after signal n and with 2 where it could not run, and says why.
 
     Raises:
-        typer.Exit: in place of the errors.
+        SystemExit: in place of the errors.
     """
     from kvpatch.core.errors import Interrupted, KvpatchError
 
     try:
         yield
     except Interrupted as stopped:
-        typer.echo(f"{stopped}; every engine has been stopped", err=True)
-        raise typer.Exit(128 + stopped.number) from None
+        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except KvpatchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _require_extra(command: str, extra: str, *modules: str) -> None:
@@ -296,8 +136,25 @@ def _require_extra(command: str, extra: str, *modules: str) -> None:
 
 
 @app.command("plan")
-@takes(PlanOptions)
-def plan(asked: PlanOptions) -> None:
+def plan(
+    prefill: Annotated[
+        str,
+        typer.Argument(
+            help="P: a file of vllm serve --config, a description (.json), or an engine's URL.",
+            show_default=False,
+        ),
+    ],
+    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)],
+    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None,
+    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="Of both, as vLLM's log names it.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
     """Say what becomes of a pair of engines, from their arguments or descriptions.
 
     Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
@@ -307,12 +164,19 @@ def plan(asked: PlanOptions) -> None:
 
     with exit_statuses():
         _require_extra("plan", "cli", "numpy", "yaml")
-        found = asked.planned()
-    if asked.as_json:
+        from kvpatch.tools.planning.arguments import read_arguments
+        from kvpatch.tools.planning.plan import plan_pair, show
+
+        of_both = {
+            "release": release,
+            "platform": platform,
+            "attention-backend": attention_backend,
+        }
+        p, d = (read_arguments(one, of_both) for one in (prefill, decode))
+        found = plan_pair(p, d, model_config)
+    if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        from kvpatch.tools.planning.plan import show
-
         show(found, Console())
     raise typer.Exit(0 if found.serves else 1)
 
@@ -344,31 +208,24 @@ def describe(
     The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
     cannot be said.
     """
-    with exit_statuses():
-        _write(_described(command or [], url, platform, attention_backend), output)
-
-
-def _described(
-    command: list[str], url: str | None, platform: str | None, attention_backend: str | None
-) -> Mapping[str, Any]:
-    if url is None:
-        from kvpatch.tools.planning.describe import describe as described
-
-        return described(command, platform, attention_backend)
     from kvpatch.core.errors import BadOptions
-    from kvpatch.tools.planning.description import published_by
 
-    if command or platform or attention_backend:
-        raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
-    return published_by(url)
+    with exit_statuses():
+        if url is None:
+            from kvpatch.tools.planning.describe import describe as described
 
+            found: Mapping[str, Any] = described(command or [], platform, attention_backend)
+        elif command or platform or attention_backend:
+            raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
+        else:
+            from kvpatch.tools.planning.description import published_by
 
-def _write(description: Mapping[str, Any], output: Path | None) -> None:
-    text = json.dumps(description, indent=1)
-    if output is None:
-        typer.echo(text)
-    else:
-        output.write_text(f"{text}\n", encoding="utf-8")
+            found = published_by(url)
+        text = json.dumps(found, indent=1)
+        if output is None:
+            typer.echo(text)
+        else:
+            output.write_text(f"{text}\n", encoding="utf-8")
 
 
 @app.command("key")
@@ -398,8 +255,8 @@ def key(
 
 
 @app.command("verify")
-@takes(VerifyOptions)
-def verify(asked: VerifyOptions) -> None:
+@takes(Options)
+def verify(asked: Options) -> None:
     """Compare a prefill/decode pair with a single engine: greedy tokens and cache bytes.
 
     With --device the caches of two workers are compared alone, in seconds: no engine, no model.
@@ -408,49 +265,38 @@ def verify(asked: VerifyOptions) -> None:
     from rich.console import Console
 
     console = Console()
-    if asked.device is not None:
-        _verify_workers(asked.device, console)
-        return
     with exit_statuses():
-        _require_extra("verify", "serve", "httpx", "numpy")
-        from kvpatch.tools.verify.run import until_signal
-        from kvpatch.tools.verify.run import verify as run
-
-        options = asked.parsed()
-        console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
-        comparison = until_signal(run(options, console))
-    _show_comparison(comparison, options, console)
-    if not comparison.passed:
+        is_passed = (_verify_engines if asked.device is None else _verify_workers)(asked, console)
+    if not is_passed:
         raise typer.Exit(1)
 
 
-def _verify_workers(device: str, console: Console) -> None:
+def _verify_workers(asked: Options, console: Console) -> bool:
     from kvpatch.core.errors import BadOptions
 
-    with exit_statuses():
-        _require_extra("verify", "cli", "numpy")
-        if importlib.util.find_spec("torch") is None:
-            raise BadOptions("torch is not installed", "run this where vLLM is")
-        from kvpatch.tools.verify.workers import compare_workers, table_of
+    _require_extra("verify", "cli", "numpy")
+    if importlib.util.find_spec("torch") is None:
+        raise BadOptions("torch is not installed", "run this where vLLM is")
+    from kvpatch.tools.verify.workers import compare_workers, table_of
 
-        found = compare_workers(device)
-    console.print(table_of(found, device))
-    if not all(one.is_right for one in found):
-        raise typer.Exit(1)
+    found = compare_workers(str(asked.device))
+    console.print(table_of(found, str(asked.device)))
+    return all(one.is_right for one in found)
 
 
-def _show_comparison(comparison: SetupComparison, options: Options, console: Console) -> None:
-    """Tables and conclusions; the details go to a file."""
-    from kvpatch.tools.verify.report import errors, json_lines, summary, table, write_json_lines
+def _verify_engines(asked: Options, console: Console) -> bool:
+    """Says what differs; the rest goes to a file."""
+    _require_extra("verify", "serve", "httpx", "numpy")
+    from kvpatch.tools.verify import report, run
 
-    results = options.work_dir / "equivalence.jsonl"
-    write_json_lines(results, json_lines(comparison))
-    console.print(table(comparison))
-    if options.negative_control:
-        console.print(table(comparison, control=True))
-    for line in (*errors(comparison), *summary(comparison)):
+    console.print(f"logs and results: {asked.work_dir}", soft_wrap=True, highlight=False)
+    found = run.until_signal(run.verify(asked, console))
+    results = asked.work_dir / "equivalence.jsonl"
+    report.write_json_lines(results, report.json_lines(found))
+    said = (*report.errors(found), *report.differences(found), *report.summary(found))
+    for line in (*said, f"one JSON line per case: {results}"):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
-    console.print(f"one JSON line per case: {results}", soft_wrap=True, highlight=False)
+    return found.passed
 
 
 if __name__ == "__main__":

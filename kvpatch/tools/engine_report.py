@@ -6,9 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.peer.description import unpacked
 from kvpatch.tools.api_server import METRICS, labels_of, text_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SAMPLE = re.compile(
     r"^(kvpatch_\w+)(?:\{(.*)\})? ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE
@@ -21,6 +25,42 @@ _WAYS = {
     "staged": "through the staging pool",
     "host_buffer": "through the host buffer",
 }
+#: By a metric and values of its label: what is said of as many loads, and of digests' alarms.
+_CHECKS = (
+    (
+        *("load_holds_total", ("gone", "expired")),
+        "{:.0f} of them failed since P let go of their blocks before they had been read, or may "
+        "have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from that "
+        "(docs/explanation/stale_blocks.md).",
+    ),
+    (
+        *("load_holds_total", ("held",)),
+        "Of {:.0f} loads P has said that it held the blocks to the last byte.",
+    ),
+    (
+        *("load_holds_total", ("unproven",)),
+        "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
+        "answer came without kvpatch_hold.",
+    ),
+    (
+        *("load_digests_total", ("checked", "partly", "alarm")),
+        "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had computed.",
+    ),
+    (
+        *("load_digests_total", ("alarm",)),
+        "Each of these has failed: the engine's log says in which layers, heads and tokens "
+        "(docs/explanation/digests.md).",
+    ),
+    (
+        *("load_digests_total", ("partly",)),
+        "Of {:.0f} of the compared loads some tokens were compared with nothing "
+        "(docs/explanation/digests.md).",
+    ),
+    (
+        *("load_digests_total", ("unchecked",)),
+        "{:.0f} loads were not compared with digests, or not wholly.",
+    ),
+)
 _MIB = 1024**2
 
 #: By metric, by the value of its own label, over all engines behind one API server.
@@ -33,11 +73,20 @@ class EngineReport:
 
     Attributes:
         sentences: what was found, and what to do about it.
-        is_well: whether no load failed and nothing was refused.
+        healthy: whether no load failed and nothing was refused.
     """
 
     sentences: tuple[str, ...]
-    is_well: bool
+    healthy: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"sentences": self.sentences, "well": self.healthy}
+
+    def show(self, console: Console) -> None:
+        """Prints the sentences."""
+        for sentence in self.sentences:
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def report_of(url: str) -> EngineReport:
@@ -68,12 +117,12 @@ def report(values: Values) -> EngineReport:
                 "process, KVPATCH_DISABLE names metrics, its vLLM is <= 0.11.0, or it has no "
                 "NixlConnector.",
             ),
-            is_well=False,
+            healthy=False,
         )
     refused = sum(_of(values, "refusals_total").values())
-    parts = (_engine, _loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
+    parts = (_engine, _loads, _checks, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
-    return EngineReport(sentences, is_well=not (_not_received(values) or refused))
+    return EngineReport(sentences, healthy=not (_not_received(values) or refused))
 
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
@@ -116,47 +165,13 @@ def _not_received(values: Values) -> float:
     return sum(loads.values()) - loads.get("received", 0)
 
 
-def _holds(values: Values) -> Iterator[str]:
-    """Yields what P's holds say of the blocks that were read."""
-    holds = _of(values, "load_holds_total")
-    stale = holds.get("gone", 0) + holds.get("expired", 0)
-    if stale:
-        yield (
-            f"{stale:.0f} of them failed since P let go of their blocks before they had been read, "
-            "or may have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from "
-            "that (docs/explanation/stale_blocks.md)."
-        )
-    if holds.get("held"):
-        yield f"Of {holds['held']:.0f} loads P has said that it held the blocks to the last byte."
-    if holds.get("unproven"):
-        yield (
-            f"Of {holds['unproven']:.0f} loads it is not proven that P held the blocks: it has no "
-            "kvpatch, or its answer came without kvpatch_hold."
-        )
-
-
-def _digested(values: Values) -> Iterator[str]:
-    """Yields what P's digests say of loads."""
-    found = _of(values, "load_digests_total")
-    alarms = found.get("alarm", 0)
-    compared = found.get("checked", 0) + found.get("partly", 0) + alarms
-    if compared:
-        yield (
-            f"Of {compared:.0f} loads that were compared with P's digests {alarms:.0f} were not "
-            "what P had computed."
-        )
-    if alarms:
-        yield (
-            "Each of these has failed: the engine's log says in which layers, heads and tokens "
-            "(docs/explanation/digests.md)."
-        )
-    if found.get("partly"):
-        yield (
-            f"Of {found['partly']:.0f} of the compared loads some tokens were compared with "
-            "nothing (docs/explanation/digests.md)."
-        )
-    if found.get("unchecked"):
-        yield f"{found['unchecked']:.0f} loads were not compared with digests, or not wholly."
+def _checks(values: Values) -> Iterator[str]:
+    """Yields what P's holds and digests say of loads."""
+    for name, labels, sentence in _CHECKS:
+        counts = _of(values, name)
+        count = sum(counts.get(label, 0) for label in labels)
+        if count:
+            yield sentence.format(count, counts.get("alarm", 0))
 
 
 def _reads(values: Values) -> Iterator[str]:

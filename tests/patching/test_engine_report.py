@@ -37,10 +37,10 @@ kvpatch_staging_pool_bytes{engine="0",model_name="m",rank="1"} 2.097152e+06
 """
 
 
-def test_a_decode_engine_that_is_well() -> None:
+def test_a_decode_engine_that_healthy() -> None:
     found = report(values_of(_D))
 
-    assert found.is_well
+    assert found.healthy
     assert found.sentences == (
         "Its workers were to load 100 requests, and 0 loads failed.",
         "Of 60 loads P has said that it held the blocks to the last byte.",
@@ -59,7 +59,7 @@ def test_loads_that_failed_and_refusals() -> None:
 
     found = report(values_of(text))
 
-    assert not found.is_well
+    assert not found.healthy
     assert "20.0 % of loads failed" in found.sentences[1]
     assert any(s.startswith("PeerRefused was raised 3 times") for s in found.sentences)
 
@@ -71,7 +71,7 @@ def test_loads_of_blocks_that_p_has_given_away() -> None:
 
     found = report(values_of(text))
 
-    assert not found.is_well
+    assert not found.healthy
     assert found.sentences[0] == "Its workers were to load 125 requests, and 25 loads failed."
     assert "20.0 % of loads failed" in found.sentences[1]
     assert found.sentences[2].startswith("25 of them failed since P let go of their blocks")
@@ -106,7 +106,7 @@ def test_a_prefill_engine_with_a_host_buffer() -> None:
         )
     )
 
-    assert found.is_well
+    assert found.healthy
     assert found.sentences[1:] == (
         "8 of 10 host blocks are reserved, and 2 requests wait for some.",
         "More KVPATCH_HOST_BUFFER_BYTES let them begin.",
@@ -116,7 +116,7 @@ def test_a_prefill_engine_with_a_host_buffer() -> None:
 def test_an_engine_without_kvpatch() -> None:
     found = report(values_of('vllm:nixl_xfer_time_seconds_count{engine="0"} 4.0\n'))
 
-    assert not found.is_well
+    assert not found.healthy
     assert "ENABLE_KVPATCH is not set" in found.sentences[0]
 
 

@@ -212,7 +212,7 @@ def test_a_guard_is_undone_even_where_construction_was_inherited():
         raise RuntimeError("refused")
 
     ledger = Ledger()
-    ledger.guard("tripwire", Target, refuse)
+    ledger.wrap("tripwire", Target, "__init__", refuse)
     with pytest.raises(RuntimeError, match="refused"):
         Child()
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
-from kvpatch.tools.api_server import answer_of
+from kvpatch.tools.api_server import text_of
 from kvpatch.tools.engine_report import report_of
 from kvpatch.tools.planning.description import published_by
 from kvpatch.tools.verify.engine import HOST, Engine, command, environment
@@ -47,7 +47,7 @@ def described(engine: Engine) -> dict[str, Any]:
 def disagreements(engine: Engine) -> list[str]:
     """What the description has otherwise than the engine; a spoilt one must be noticed."""
     planned = described(engine)
-    told = json.loads(answer_of(engine.url, "/server_info?config_format=json", 60.0).text)
+    told = json.loads(text_of(engine.url, "/server_info?config_format=json", 60.0))
     port = int(told["vllm_env"][_PORT])
     answer = ask_patiently(port, b"", question(installed_vllm().version, 0))
     assert answer is not None

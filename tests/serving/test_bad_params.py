@@ -7,16 +7,17 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvpatch.tools.verify.engine import Engine
-from kvpatch.tools.verify.handoff import Completion, complete, prefill_then_decode
+from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.setups import Options, build_setups
+from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups
 from tests.bad_params import bad_params
 
 from .described import disagreements
@@ -75,13 +76,11 @@ class Pair:
         """The next good request is answered as by an engine that computes all of it."""
         self.decode.require_alive()
         prompt = self.prompt()
-        name = f"good-{self._prompts}"
-        found: Completion = await prefill_then_decode(
-            self.client, self.prefill.url, self.decode.url, self.model, prompt, _ANSWER, name
-        )
-        single = await complete(
-            self.client, self.prefill.url, self.model, prompt, _ANSWER, f"{name}-single"
-        )
+        request = Request(self.model, prompt, f"good-{self._prompts}")
+        urls = self.prefill.url, self.decode.url
+        found = await prefill_then_decode(self.client, *urls, request, _ANSWER)
+        alone = replace(request, request_id=f"{request.request_id}-single")
+        single = await complete(self.client, self.prefill.url, alone, _ANSWER)
         assert found.token_ids == single.token_ids
         loaded = (await self.decode.rpc(self.client, "kvpatch_process_status"))[0]
         assert loaded["enabled"]
@@ -92,7 +91,7 @@ async def _play(folder: Path) -> list[str]:
     import httpx
     from rich.console import Console
 
-    options = Options(work_dir=folder, setups=("kvpatch",), kvpatch_on="decode")
+    options = Options(work_dir=folder, setups="kvpatch", kvpatch_on=PatchedSides.DECODE)
     (setup,) = build_setups(options, str(make_tiny_llama(folder / "model")))
     async with (
         httpx.AsyncClient(trust_env=False) as client,

@@ -15,8 +15,7 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import drill  # noqa: E402
 from experiments.engines import routed  # noqa: E402
-from experiments.engines.references import Prompt  # noqa: E402
-from experiments.engines.routed import Asked, Outcome, Play, settled  # noqa: E402
+from experiments.engines.routed import Asked, Outcome, Play, Prompt, settled  # noqa: E402
 
 pytestmark = pytest.mark.serving
 

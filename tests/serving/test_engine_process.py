@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,12 @@ from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools import cli
 from kvpatch.tools.verify import engine
 from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
+from kvpatch.tools.verify.run import Serving
 from kvpatch.tools.verify.setups import (
     Options,
+    PatchedSides,
     build_setups,
-    parse_arguments,
-    parse_setups,
-    parse_side,
-    route,
+    require_comparable,
 )
 
 pytestmark = pytest.mark.serving
@@ -174,25 +174,25 @@ def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "expected"),
     [
-        (1, 0, [(0, None), (0, None), (0, None), (0, None)]),
-        (1, 1, [(0, 0), (0, 0), (0, 0), (0, 0)]),
-        (2, 1, [(0, 0), (1, 0), (0, 0), (1, 0)]),
-        (2, 2, [(0, 0), (1, 0), (0, 1), (1, 1)]),
+        ("P", "", ["P", "P", "P", "P"]),
+        ("P", "D", ["PD", "PD", "PD", "PD"]),
+        ("PQ", "D", ["PD", "QD", "PD", "QD"]),
+        ("PQ", "DE", ["PD", "QD", "PE", "QE"]),
     ],
 )
-def test_routes_reach_every_pair(
-    prefill: int, decode: int, expected: list[tuple[int, int | None]]
-) -> None:
-    assert [route(case, prefill, decode) for case in range(4)] == expected
+def test_routes_reach_every_pair(prefill: str, decode: str, expected: list[str]) -> None:
+    serving: Any = Serving("", prefill, decode, None, None, None)  # type: ignore[arg-type]
+    routes = [serving._route(case) for case in range(4)]
+    assert ["".join(filter(None, one)) for one in routes] == expected
 
 
 def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
     options = Options(
         tmp_path,
-        engine_arguments=("--seed", "1"),
-        prefill_arguments=("--block-size", "128"),
-        decode_arguments=parse_arguments("--tensor-parallel-size 2"),
-        kvpatch_on=parse_side("decode"),
+        engine_args="--seed 1",
+        p_args="--block-size 128",
+        d_args="--tensor-parallel-size 2",
+        kvpatch_on=PatchedSides.DECODE,
     )
     single, stock, patched = build_setups(options, "model")
     assert not single.decode and not single.prefill[0].connector
@@ -226,25 +226,24 @@ def test_the_commands_options_reach_the_run(
     assert asked == [
         Options(
             tmp_path,
-            prefill_arguments=("--block-size", "128"),
-            kvpatch_on="decode",
+            p_args="--block-size 128",
+            kvpatch_on=PatchedSides.DECODE,
             max_tokens=3,
             negative_control=False,
         )
     ]
-    done = CliRunner().invoke(cli.app, ["verify", "--setups", "single"])
-    assert done.exit_code == 2 and "two or more of" in done.output
+    done = CliRunner().invoke(cli.app, ["verify", "--kvpatch-on", "left"])
+    assert done.exit_code == 2 and "prefill" in done.output
 
 
 @pytest.mark.parametrize("text", ["", "single", "single,sngle", "stock,stock"])
-def test_set_ups_that_cannot_be_compared_are_refused(text: str) -> None:
+def test_set_ups_that_cannot_be_compared_are_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(BadOptions, match="two or more of single, stock, kvpatch"):
-        parse_setups(text)
+        require_comparable(Options(tmp_path, setups=text))
 
 
-def test_other_bad_options_are_refused() -> None:
-    assert parse_setups("kvpatch, single") == ("single", "kvpatch")
-    with pytest.raises(BadOptions, match="both, prefill, decode"):
-        parse_side("left")
+def test_other_bad_options_are_refused(tmp_path: Path) -> None:
+    some = build_setups(Options(tmp_path, setups="kvpatch, single"), "model")
+    assert [setup.name for setup in some] == ["single", "kvpatch"]
     with pytest.raises(BadOptions, match="cannot split"):
-        parse_arguments("--a 'b")
+        build_setups(Options(tmp_path, p_args="--a 'b"), "model")

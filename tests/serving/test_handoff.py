@@ -13,8 +13,6 @@ from kvpatch.tools.verify.handoff import (
     Completion,
     Request,
     complete,
-    decode,
-    prefill,
     prefill_then_decode,
 )
 
@@ -45,15 +43,10 @@ def _ask(
 
     async def ask() -> Completion:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            if salt:
-                request = Request("model", (1, 2), "id", salt)
-                params = await prefill(client, "http://p", request)
-                return await decode(client, "http://d", request, 3, params)
+            request = Request("model", (1, 2), "id", salt)
             if pair:
-                return await prefill_then_decode(
-                    client, "http://p", "http://d", "model", (1, 2), 3, "id"
-                )
-            return await complete(client, "http://p", "model", (1, 2), 3, "id")
+                return await prefill_then_decode(client, "http://p", "http://d", request, 3)
+            return await complete(client, "http://p", request, 3)
 
     return asyncio.run(ask()), bodies
 
@@ -73,7 +66,7 @@ def test_the_decode_engine_gets_what_the_prefill_engine_answered() -> None:
 
 
 def test_both_engines_keep_a_salted_prompt_apart() -> None:
-    _, (first, second) = _ask([_chunk([5], "a")], salt="own")
+    _, (first, second) = _ask([_chunk([5], "a")], pair=True, salt="own")
     assert first["cache_salt"] == second["cache_salt"] == "own"
 
 

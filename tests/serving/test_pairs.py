@@ -66,7 +66,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
     result = _result(_GOOD)
     assert result.passed
     assert _drawn(result) == [
-        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2")
+        *("128-32", "128 -> 32", "3 of 3 fail", "identical", "identical", "1/1", "2")
     ]
     assert prefix_hits(result.comparison) == [2]
     result = replace(result, reasons={"stock": "AssertionError: local block size"})
@@ -74,15 +74,15 @@ def test_a_row_passes_whatever_stock_does() -> None:
         "128-32: stock/len-10: http://host: HTTP 500: no",
         "128-32: stock: AssertionError: local block size",
     ]
-    assert row_line(result) == "128-32 (128 -> 32): stock failed 3/3, kvpatch identical"
+    assert row_line(result) == "128-32 (128 -> 32): stock 3 of 3 fail, kvpatch identical"
     assert "1 of 1 pairs identical with kvpatch" in pairs_summary([result])
 
 
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (_result(_WRONG), "wrong 3/3"),
-        (_result(_FAILED), "failed 3/3"),
+        (_result(_WRONG), "3 of 3 wrong tokens, HTTP 200"),
+        (_result(_FAILED), "3 of 3 fail"),
         (_result(replace(_GOOD, decode=_SPOILED)), "wrong 3/3"),
         (_result(_GOOD, control=_GOOD), "0/1"),
         (_result(_GOOD, control=_FAILED), "0/1"),
@@ -116,7 +116,7 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
     async def judge(self: Any, reference: Any) -> RowResult:
         return replace(_result(_GOOD), row=self.row)
 
-    monkeypatch.setattr(run, "require_environment", lambda kvpatch: None)
+    monkeypatch.setattr(run, "require_environment", lambda: None)
     monkeypatch.setattr(run, "MAKERS", dict.fromkeys(MAKERS, lambda folder: folder))
     monkeypatch.setattr(run, "_observe_single", observe_single)
     monkeypatch.setattr(run._RowRun, "judge", judge)

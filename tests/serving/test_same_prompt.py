@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvpatch.core.errors import RequestFailed
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine
-from kvpatch.tools.verify.handoff import Request, decode, prefill
+from kvpatch.tools.verify.handoff import Request, complete, prefill
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, build_setups
@@ -75,7 +76,7 @@ class Pair:
         self, engine: Engine, request: Request, params: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
         """The tokens of an answer."""
-        found = await decode(self._client, engine.url, request, _ANSWER, params)  # type: ignore[arg-type]
+        found = await complete(self._client, engine.url, request, _ANSWER, params)
         return found.token_ids
 
     async def prefilled(self, prompt: tuple[int, ...]) -> dict[str, Any]:
@@ -181,9 +182,9 @@ async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
     like = block_tokens == 32
     options = Options(
         work_dir=folder,
-        setups=("kvpatch",),
-        prefill_arguments=("--block-size", str(block_tokens)),
-        engine_arguments=("--kv-transfer-config", json.dumps(_BOTH_WAYS)) if like else (),
+        setups="kvpatch",
+        p_args=f"--block-size {block_tokens}",
+        engine_args=shlex.join(("--kv-transfer-config", json.dumps(_BOTH_WAYS))) if like else "",
     )
     (setup,) = build_setups(options, str(make_tiny_llama(folder / "model")))
     keys = [folder / f"key-{side}" for side in "pd"]

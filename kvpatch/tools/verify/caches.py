@@ -54,6 +54,10 @@ class ProbedLayer:
     planes: tuple[Plane, ...]
 
 
+#: Some bytes of a layer's states: its number among all that the whole model has, and where.
+StatePiece = tuple[int, slice]
+
+
 @dataclass(frozen=True)
 class StateCache:
     """One layer's recurrent state (Mamba): what it knows of all tokens, in one block.
@@ -68,20 +72,6 @@ class StateCache:
     group: int
     tensors: tuple[torch.Tensor, ...]
     pieces: tuple[StatePiece, ...]
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """Some bytes of a layer's states.
-
-    Attributes:
-        number: of all that the whole model has.
-        end: None for all bytes from the beginning on.
-    """
-
-    number: int
-    start: int = 0
-    end: int | None = None
 
 
 _PIECES = 8
@@ -113,15 +103,16 @@ def pieces_of(division: StateDivision, rank: Rank) -> tuple[StatePiece, ...]:
     """A rank's pieces; one of all bytes where nobody knows how ranks share them out."""
     parts = [(state.unit_bytes, part) for state in division.states for part in state.parts]
     if not parts or _PIECES % rank.ranks or any(part.units % _PIECES for _, part in parts):
-        return (StatePiece(0),)
-    found, start = [], 0
+        return ((0, slice(None)),)
+    found: list[StatePiece] = []
+    start = 0
     for place, (unit_bytes, part) in enumerate(parts):
         units, size = part.units_of(rank), part.units // _PIECES
         for piece in range(_PIECES):
             if piece * size in units:
                 begins = start + (piece * size - units.start) * unit_bytes
-                ends = begins + size * unit_bytes
-                found.append(StatePiece(place * _PIECES + piece, begins, ends))
+                where = slice(begins, begins + size * unit_bytes)
+                found.append((place * _PIECES + piece, where))
         start += len(units) * unit_bytes
     return tuple(found)
 
@@ -142,38 +133,28 @@ def layer_caches(worker: Any) -> tuple[ProbedLayer, ...]:
         UnreadableGeometry: there is no cache, or a tensor's layout is not understood.
     """
     runner = worker.model_runner
-    found = tuple(_layers(worker, runner))
-    if not found:
-        raise UnreadableGeometry(
-            "the worker has no KV cache: is the model loaded, and not a pooling model?"
-        )
-    return found
-
-
-def _layers(worker: Any, runner: Any) -> Iterator[ProbedLayer]:
     modules = worker.vllm_config.compilation_config.static_forward_context
-    backends = _backends(runner)
-    first_head = _first_head(worker)
+    backends, first_head = _backends(runner), _first_head(worker)
+    found = []
     for group, name, spec in _specs(runner):
         if _is_state(spec):
             continue
-        module = modules[name]
+        module, backend = modules[name], backends.get(name)
         tensor = _only_tensor(name, module.kv_cache)
         planes = read_planes(
             name,
             tensor_facts(tensor),
-            _dimension_order(name, tensor, backends.get(name), spec),
-            key_order=_key_order(name, module, tensor, backends.get(name)),
+            _dimension_order(name, tensor, backend, spec),
+            key_order=_key_order(name, module, tensor, backend),
             first_head=first_head,
         )
-        yield ProbedLayer(
-            name=name,
-            group=group,
-            block_tokens=spec.block_size,
-            window_tokens=getattr(spec, "sliding_window", None),
-            tensor=tensor,
-            planes=planes,
+        window = getattr(spec, "sliding_window", None)
+        found.append(ProbedLayer(name, group, spec.block_size, window, tensor, planes))
+    if not found:
+        raise UnreadableGeometry(
+            "the worker has no KV cache: is the model loaded, and not a pooling model?"
         )
+    return tuple(found)
 
 
 def _specs(runner: Any) -> Iterator[tuple[int, str, Any]]:

@@ -2,7 +2,7 @@
 
 A *head digest* is the SHA-256 of one KV head's content of one layer: the bytes of its tokens in
 order, each token's channels in order. A *layer fingerprint* is the SHA-256 over the head digests of
-a layer, keys before values, heads in their global order. It depends on neither layout, block size
+a layer, content by content, heads in their global order. It depends on neither layout, block size
 nor tensor parallelism: each rank reports the heads it has, and joining them gives the same
 fingerprint as one process with all of them.
 """
@@ -10,13 +10,14 @@ fingerprint as one process with all of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.core.errors import IncompleteCache
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case
 
@@ -29,24 +30,14 @@ LayerFingerprints = dict[str, str]
 STATE = "state"
 """What recurrent states are called among the contents."""
 
-_CONTENT_ORDER = ("key", "value", "latent", STATE)
-
-
-def head_key(content: str, head: int) -> str:
-    return f"{content}/{head}"
-
 
 def digest_heads(content: str, first_head: int, rows: npt.NDArray[np.uint8]) -> dict[str, str]:
     """Digest each head of ``rows``, raw bytes of shape [token, head, channel bytes].
 
     ``first_head`` is the global number of head 0.
     """
-    if rows.ndim != 3:
-        raise ValueError(f"rows must be [token, head, channel bytes], found shape {rows.shape}")
     return {
-        head_key(content, first_head + head): hashlib.sha256(
-            np.ascontiguousarray(rows[:, head]).tobytes()
-        ).hexdigest()
+        f"{content}/{first_head + head}": hashlib.sha256(rows[:, head].tobytes()).hexdigest()
         for head in range(rows.shape[1])
     }
 
@@ -55,27 +46,15 @@ def layer_fingerprint(layer: str, heads: HeadDigests) -> str:
     """Join head digests into a layer's fingerprint.
 
     Raises:
-        IncompleteCache: nothing to join, an unknown content, or a gap in the heads.
+        EngineFailed: a gap in the heads.
     """
-    by_content: dict[str, list[int]] = {}
-    for key in heads:
-        content, _, number = key.partition("/")
-        by_content.setdefault(content, []).append(int(number))
-    unknown = sorted(set(by_content) - set(_CONTENT_ORDER))
-    if unknown or not by_content:
-        raise IncompleteCache(
-            f"{layer}: expected contents out of {_CONTENT_ORDER}, found {sorted(by_content)}"
-        )
-    joined = hashlib.sha256()
-    for content in _CONTENT_ORDER:
-        found = sorted(by_content.get(content, []))
+    places = sorted((content, int(head)) for content, head in (key.split("/") for key in heads))
+    for content, of_content in itertools.groupby(places, key=lambda place: place[0]):
+        found = [head for _, head in of_content]
         if found != list(range(len(found))):
-            raise IncompleteCache(
-                f"{layer}: expected {content} heads 0..{found[-1]}, found {found}"
-            )
-        for head in found:
-            joined.update(bytes.fromhex(heads[head_key(content, head)]))
-    return joined.hexdigest()
+            raise EngineFailed(f"{layer}: expected {content} heads 0..{found[-1]}, found {found}")
+    joined = b"".join(bytes.fromhex(heads[f"{content}/{head}"]) for content, head in places)
+    return hashlib.sha256(joined).hexdigest()
 
 
 def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
@@ -87,7 +66,7 @@ def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
     other.
 
     Raises:
-        IncompleteCache: no layer at all, a head missing, or copies of a head that differ.
+        EngineFailed: no layer at all, a head missing, or copies of a head that differ.
     """
     layers: dict[str, dict[str, str]] = {}
     for rank, report in enumerate(ranks):
@@ -98,19 +77,13 @@ def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
                 if known == digest:
                     continue
                 if not key.startswith(f"{STATE}/"):
-                    raise IncompleteCache(
+                    raise EngineFailed(
                         f"{layer}: rank {rank} holds another copy of {key} than the ranks before it"
                     )
                 joined[key] = hashlib.sha256(bytes.fromhex(known + digest)).hexdigest()
-    if not layers:
-        raise IncompleteCache("no rank reported a layer")
+    if not layers or not all(layers.values()):
+        raise EngineFailed("no rank reported a layer, or nothing of one")
     return {layer: layer_fingerprint(layer, heads) for layer, heads in layers.items()}
-
-
-def differing_layers(left: LayerFingerprints, right: LayerFingerprints) -> list[str]:
-    """Layers whose fingerprints differ or that only one side has, in the order of ``left``."""
-    names: Iterable[str] = dict.fromkeys([*left, *right])
-    return [name for name in names if left.get(name) != right.get(name)]
 
 
 NULL_BLOCK = 0
@@ -175,22 +148,15 @@ def judge(case: Case, observed: Observation, reference: Observation, alone: bool
     )
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or at which one of the two ends; None if equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
-
-
 def _compare_tokens(observed: Observation, reference: Observation) -> str:
     if observed.completion is None:
         return "failed"
     if reference.completion is None:
         return "the reference failed"
-    index = first_difference(observed.completion.token_ids, reference.completion.token_ids)
-    if index is not None:
-        return f"differs at token {index}"
+    left, right = observed.completion.token_ids, reference.completion.token_ids
+    if left != right:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+        return f"differs at token {sum(1 for _ in same)}"
     if observed.completion.text != reference.completion.text:
         return "same tokens, other text"
     return ""
@@ -218,8 +184,10 @@ def _compare_prefill(observed: Observation, reference: Observation) -> str:
 
 
 def _differing(left: LayerFingerprints, right: LayerFingerprints) -> str:
-    layers = differing_layers(left, right)
-    return f"{len(layers)} of {len({*left, *right})} layers differ" if layers else ""
+    """Counts the layers whose fingerprints differ or that only one side has; empty for none."""
+    layers = {*left, *right}
+    differ = sum(left.get(name) != right.get(name) for name in layers)
+    return f"{differ} of {len(layers)} layers differ" if differ else ""
 
 
 @dataclass(frozen=True)

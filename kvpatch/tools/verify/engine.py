@@ -127,35 +127,23 @@ def environment(
         result |= {"HF_HUB_OFFLINE": "1"}
     if spec.kvpatch:
         result["ENABLE_KVPATCH"] = "true"
-    result |= dict(spec.environment)
-    if not _is_installed():
-        # The probe must be importable from a plain checkout too.
-        checkout = str(Path(__file__).resolve().parents[2])
-        result["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (checkout, inherited.get("PYTHONPATH")))
-        )
-    return result
+    return result | dict(spec.environment)
 
 
-def require_environment(kvpatch: bool) -> None:
+def require_environment() -> None:
     """Fail early, with what to do, where the servers could not even start.
 
     Raises:
-        EngineFailed: vLLM is missing, or kvpatch is to be on and is not installed.
+        EngineFailed: vLLM is missing, or kvpatch is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise EngineFailed(
             "vLLM is not installed here: run experiments/equivalence.sh, which makes an environment"
         )
-    if kvpatch and not _is_installed():
+    if not metadata.entry_points(group="vllm.general_plugins", name="kvpatch"):
         raise EngineFailed(
-            "kvpatch is not installed here, so vLLM does not find its plugin: pip install it, "
-            "or leave the set-up kvpatch out of --setups"
+            "kvpatch is not installed here, so vLLM does not find its plugin: pip install it"
         )
-
-
-def _is_installed() -> bool:
-    return bool(metadata.entry_points(group="vllm.general_plugins", name="kvpatch"))
 
 
 @dataclass
@@ -247,17 +235,27 @@ class Engine:
         """Call a method of the probe on every rank; one result per rank.
 
         Raises:
-            EngineFailed: the engine has ended, or is about to.
+            EngineFailed: the engine has ended, or is about to, or the method raised.
         """
         import httpx
 
+        asked = {"method": method, "args": list(arguments)}
         try:
-            return await call_rpc(client, self.url, method, *arguments)
+            response = await client.post(
+                f"{self.url}/collective_rpc", json=asked, timeout=_RPC_TIMEOUT_S
+            )
         except httpx.TransportError as error:
             self.require_alive()
             raise EngineFailed(
                 f"{self.spec.name} answers nothing ({error!r}); {self._log_tail()}"
             ) from error
+        if response.status_code != 200:
+            raise EngineFailed(
+                f"{self.url}: {method} failed with HTTP {response.status_code}: "
+                f"{response.text[:500]} (vLLM < 0.10.2 has no /collective_rpc)"
+            )
+        results: list[Any] = response.json()["results"]
+        return results
 
     def stop(self) -> None:
         """End the process and everything in its group. Blocks, so that nothing can interrupt it."""
@@ -271,30 +269,6 @@ class Engine:
     def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join([f"the end of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
-
-
-async def call_rpc(client: httpx.AsyncClient, url: str, method: str, *arguments: str) -> list[Any]:
-    """Call a worker method through ``/collective_rpc``; one result per rank.
-
-    Raises:
-        EngineFailed: the server does not offer it, or the method raised.
-    """
-    response = await client.post(
-        f"{url}/collective_rpc",
-        json={"method": method, "args": list(arguments)},
-        timeout=_RPC_TIMEOUT_S,
-    )
-    if response.status_code == 404:
-        raise EngineFailed(
-            f"{url} has no /collective_rpc: start the server with VLLM_SERVER_DEV_MODE=1 and "
-            "--worker-extension-cls kvpatch.tools.verify.probe.CacheProbe (vLLM 0.10.2 or later)"
-        )
-    if response.status_code != 200:
-        raise EngineFailed(
-            f"{url}: {method} failed with HTTP {response.status_code}: {response.text[:500]}"
-        )
-    results: list[Any] = response.json()["results"]
-    return results
 
 
 def stop_all(engines: Sequence[Engine]) -> None:

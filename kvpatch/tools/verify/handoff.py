@@ -68,83 +68,53 @@ class Request:
         }
 
 
-async def complete(
-    client: httpx.AsyncClient,
-    url: str,
-    model: str,
-    token_ids: tuple[int, ...],
-    max_tokens: int,
-    request_id: str,
-) -> Completion:
-    body = Request(model, token_ids, request_id).body(max_tokens)
-    return await _stream(client, url, body, request_id)
-
-
 async def prefill_then_decode(
-    client: httpx.AsyncClient,
-    prefill_url: str,
-    decode_url: str,
-    model: str,
-    token_ids: tuple[int, ...],
-    max_tokens: int,
-    request_id: str,
+    client: httpx.AsyncClient, prefill_url: str, decode_url: str, request: Request, max_tokens: int
 ) -> Completion:
-    """Prefill on one engine, hand its cache to the other, and complete there."""
-    request = Request(model, token_ids, request_id)
+    """Prefills on one engine, hands its cache to the other, and completes there."""
     started = time.perf_counter()
     params = await prefill(client, prefill_url, request)
     prefilled_s = time.perf_counter() - started
-    found = await decode(client, decode_url, request, max_tokens, params)
+    found = await complete(client, decode_url, request, max_tokens, params)
     first_token_s = prefilled_s + found.first_token_s
     return replace(found, first_token_s=first_token_s, prefilled_s=prefilled_s)
 
 
 async def prefill(client: httpx.AsyncClient, url: str, request: Request) -> dict[str, Any]:
-    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent."""
-    body = {**request.body(1), "kv_transfer_params": dict(_ASK_PREFILL)}
-    prefilled = await _post(client, url, body, request.request_id)
-    params: dict[str, Any] | None = prefilled.get("kv_transfer_params")
+    """Prefills on one engine; returns the ``kv_transfer_params`` that a decode engine is sent."""
+    response = await client.post(
+        f"{url}/v1/completions",
+        json={**request.body(1), "kv_transfer_params": dict(_ASK_PREFILL)},
+        headers={"X-Request-Id": request.request_id},
+        timeout=REQUEST_TIMEOUT_S,
+    )
+    _require_ok(response, response.text, url)
+    answer = response.json()
+    params: dict[str, Any] | None = answer.get("kv_transfer_params")
     if not params:
         raise RequestFailed(
             f"{url}: expected kv_transfer_params in the answer to a prefill, found "
-            f"{sorted(prefilled)}",
+            f"{sorted(answer)}",
             "start the engine with a --kv-transfer-config",
         )
     return params
 
 
-async def decode(
+async def complete(
     client: httpx.AsyncClient,
     url: str,
     request: Request,
     max_tokens: int,
-    params: Mapping[str, Any],
+    params: Mapping[str, Any] | None = None,
 ) -> Completion:
-    """Complete on one engine what another has prefilled, which answered ``params``."""
-    body = {**request.body(max_tokens), "kv_transfer_params": params}
-    return await _stream(client, url, body, request.request_id)
+    """Completes a prompt on one engine, or what another has prefilled, which answered ``params``.
 
-
-async def _post(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str
-) -> dict[str, Any]:
-    response = await client.post(
-        f"{url}/v1/completions",
-        json=body,
-        headers={"X-Request-Id": request_id},
-        timeout=REQUEST_TIMEOUT_S,
-    )
-    if response.status_code != 200:
-        raise RequestFailed(
-            f"{url}: HTTP {response.status_code}: {response.text[:500]}", LOOK_INTO_LOG
-        )
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-async def _stream(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str
-) -> Completion:
+    Raises:
+        RequestFailed: the engine answers with an error, or with no tokens.
+    """
+    body = {**request.body(max_tokens), "stream": True}
+    if params is not None:
+        body["kv_transfer_params"] = params
     started = time.perf_counter()
     token_ids: list[int] = []
     text = ""
@@ -152,15 +122,12 @@ async def _stream(
     async with client.stream(
         "POST",
         f"{url}/v1/completions",
-        json={**body, "stream": True},
-        headers={"X-Request-Id": request_id},
+        json=body,
+        headers={"X-Request-Id": request.request_id},
         timeout=REQUEST_TIMEOUT_S,
     ) as response:
         if response.status_code != 200:
-            problem = (await response.aread()).decode(errors="replace")
-            raise RequestFailed(
-                f"{url}: HTTP {response.status_code}: {problem[:500]}", LOOK_INTO_LOG
-            )
+            _require_ok(response, (await response.aread()).decode(errors="replace"), url)
         async for event in events(response.aiter_lines()):
             if "error" in event:
                 raise RequestFailed(f"{url}: {json.dumps(event['error'])[:500]}", LOOK_INTO_LOG)
@@ -175,6 +142,11 @@ async def _stream(
     if not token_ids:
         raise RequestFailed(f"{url}: expected token_ids in the answer, found none", LOOK_INTO_LOG)
     return Completion(tuple(token_ids), text, first_token_s)
+
+
+def _require_ok(response: httpx.Response, text: str, url: str) -> None:
+    if response.status_code != 200:
+        raise RequestFailed(f"{url}: HTTP {response.status_code}: {text[:500]}", LOOK_INTO_LOG)
 
 
 async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:

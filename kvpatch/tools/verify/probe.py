@@ -124,9 +124,8 @@ class Watch:
 
 def _state_digest(state: StateCache, request: _SeenRequest) -> dict[str, str]:
     found, digests = read_state(state, _state_block(state, request)), {}
-    for piece in state.pieces:
-        rows = found[None, None, piece.start : piece.end]
-        digests.update(digest_heads(STATE, piece.number, rows))
+    for number, where in state.pieces:
+        digests.update(digest_heads(STATE, number, found[None, None, where]))
     return digests
 
 

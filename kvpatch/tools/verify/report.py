@@ -1,4 +1,4 @@
-"""A run's outcome as a table for people and as JSON lines for programs."""
+"""A run's outcome in sentences for people and as JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvpatch.tools.verify.compare import CaseVerdict, SetupComparison
+from kvpatch.tools.verify.compare import SetupComparison
 from kvpatch.tools.verify.prompts import Case
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_SAME = "identical"
 
 
 def json_lines(comparison: SetupComparison) -> list[dict[str, Any]]:
@@ -50,51 +45,15 @@ def _verdict_record(comparison: SetupComparison, setup: str, case: Case) -> dict
     return None if verdict is None else {**asdict(verdict), "identical": verdict.identical}
 
 
-def table(comparison: SetupComparison, control: bool = False) -> Table:
-    """A row per prompt; per set-up its tokens, and its cache from prefill to decode."""
-    from rich.table import Table
-
-    verdicts = comparison.control if control else comparison.verdicts
-    title = (
-        "negative control: one block of the decode engine's cache is spoiled"
-        if control
-        else "equivalence"
-    )
-    drawn = Table(title=f"{title} (reference: {comparison.reference})", title_justify="left")
-    drawn.add_column("prompt", no_wrap=True)
-    drawn.add_column("tokens", justify="right")
-    for setup in verdicts:
-        drawn.add_column(f"{setup}: tokens")
-        drawn.add_column(f"{setup}: cache")
-    for case in comparison.cases:
-        if case.control is not control:
-            continue
-        cells: list[str] = []
-        for by_case in verdicts.values():
-            verdict = by_case.get(case.name)
-            cells += (
-                ["not run", "not run"]
-                if verdict is None
-                else _cells(verdict, expected_same=not control)
-            )
-        drawn.add_row(case.name, str(case.tokens), *cells)
-    return drawn
-
-
-def _cells(verdict: CaseVerdict, expected_same: bool) -> list[str]:
-    cache = "; ".join(
-        f"{what}: {problem}"
-        for what, problem in (("prefill", verdict.prefill), ("transfer", verdict.transfer))
-        if problem
-    )
-    return [_coloured(verdict.tokens, expected_same), _coloured(cache, expected_same)]
-
-
-def _coloured(problem: str, expected_same: bool) -> str:
-    from rich.markup import escape
-
-    colour = "green" if (not problem) is expected_same else "red"
-    return f"[{colour}]{escape(problem or _SAME)}[/{colour}]"
+def differences(comparison: SetupComparison) -> list[str]:
+    """Returns a line for each prompt that differs though it must not."""
+    return [
+        f"{setup}/{case}: "
+        + "; ".join(f"{what}: {said}" for what, said in asdict(verdict).items() if said)
+        for setup, by_case in comparison.verdicts.items()
+        for case, verdict in by_case.items()
+        if not verdict.identical
+    ]
 
 
 def errors(comparison: SetupComparison) -> list[str]:

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvpatch.core.errors import EngineFailed, Interrupted, RequestFailed
 from kvpatch.tools.verify.compare import Observation, SetupComparison, Snapshot, compare, join_ranks
 from kvpatch.tools.verify.engine import Engine, EngineSpec, require_environment, stop_all
-from kvpatch.tools.verify.handoff import complete, prefill_then_decode
+from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama, words
 from kvpatch.tools.verify.probe import LOADED, PREFILLED
 from kvpatch.tools.verify.prompts import Case, build_cases, steps
-from kvpatch.tools.verify.setups import Options, build_setups, route
+from kvpatch.tools.verify.setups import (
+    Options,
+    build_setups,
+    require_comparable,
+    require_release,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -48,7 +53,7 @@ async def _ready(
     engine: Engine, client: httpx.AsyncClient, options: Options, progress: Progress
 ) -> None:
     task = progress.add_task(f"starting {engine.spec.name}", total=1)
-    await engine.ready(client, options.startup_timeout_s)
+    await engine.ready(client, options.startup_timeout)
     progress.update(task, completed=1, description=f"{engine.spec.name} is ready")
 
 
@@ -159,8 +164,14 @@ class Serving:
         return (*self.prefill, *self.decode)
 
     def _route(self, number: int) -> tuple[Engine, Engine | None]:
-        prefill, decode = route(number, len(self.prefill), len(self.decode))
-        return self.prefill[prefill], None if decode is None else self.decode[decode]
+        """Returns the engines of a case.
+
+        Neighbours go to different P and, until each has had one, to one D, so that prompts with a
+        shared prefix meet there.
+        """
+        count = len(self.prefill)
+        decode = self.decode[number // count % len(self.decode)] if self.decode else None
+        return self.prefill[number % count], decode
 
     async def _warm_up(self, cases: Sequence[Case]) -> None:
         """Let every pair meet before the prompts that count.
@@ -185,27 +196,17 @@ class Serving:
     ) -> Observation:
         import httpx
 
-        model, tokens = prefill.spec.model, self.options.max_tokens
+        request = Request(prefill.spec.model, case.token_ids, request_id)
+        client, tokens = self.client, self.options.max_tokens
         try:
             if decode:
-                completion = await prefill_then_decode(
-                    self.client,
-                    prefill.url,
-                    decode.url,
-                    model,
-                    case.token_ids,
-                    tokens,
-                    request_id,
-                )
-            else:
-                completion = await complete(
-                    self.client, prefill.url, model, case.token_ids, tokens, request_id
-                )
+                urls = prefill.url, decode.url
+                return Observation(await prefill_then_decode(client, *urls, request, tokens))
+            return Observation(await complete(client, prefill.url, request, tokens))
         except (RequestFailed, httpx.TransportError) as error:
             for engine in self._engines:
                 engine.require_alive()
             return Observation(None, error=str(error) or repr(error))
-        return Observation(completion)
 
     async def _snapshots(self, engine: Engine) -> dict[str, Snapshot]:
         """Request id -> snapshot, of what the engine noted since the last call."""
@@ -269,13 +270,19 @@ async def verify(options: Options, console: Console) -> SetupComparison:
     """Run every set-up that ``options`` ask for, and compare.
 
     Raises:
+        BadOptions: no run can be made of them.
         EngineFailed: an engine could not be started or observed. Prompts that fail are no error
             but a difference.
     """
     import httpx
 
-    setups = build_setups(options, _model(options, console))
-    require_environment(any(spec.kvpatch for setup in setups for spec in setup.specs))
+    require_release(options.release)
+    require_comparable(options)
+    require_environment()
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    with console.status("making a tiny random model"):
+        model = options.model or str(make_tiny_llama(options.work_dir / "model"))
+    setups = build_setups(options, model)
     cases: tuple[Case, ...] = ()
     observations: dict[str, dict[str, Observation]] = {}
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -290,10 +297,3 @@ async def verify(options: Options, console: Console) -> SetupComparison:
                 )
                 observations[setup.name] = await serving.observe(cases)
     return compare(cases, observations)
-
-
-def _model(options: Options, console: Console) -> str:
-    if options.model is not None:
-        return options.model
-    with console.status("making a tiny random model"):
-        return str(make_tiny_llama(options.work_dir / "model"))

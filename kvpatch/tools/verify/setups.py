@@ -1,12 +1,16 @@
-"""The set-ups of a run: which engines each is made of. Pure."""
+"""The options of a run, and which engines each of its set-ups is made of. Pure."""
 
 from __future__ import annotations
 
+import secrets
 import shlex
+import tempfile
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
+import typer
 from packaging.version import Version
 
 from kvpatch.core.errors import BadOptions
@@ -16,33 +20,59 @@ from kvpatch.tools.verify.engine import EngineSpec
 SETUPS = ("single", "stock", "kvpatch")
 """All set-ups, in the order in which they run; the first that is asked for is the reference."""
 
-Side = Literal["both", "prefill", "decode"]
-SIDES: tuple[Side, ...] = ("both", "prefill", "decode")
+
+class PatchedSides(str, Enum):
+    """The sides of a pair on which kvpatch is."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"kvpatch-verify-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. ``*_arguments`` are of vLLM's API server.
+    """The options of ``kvpatch verify``; ``*_args`` are of vLLM's API server."""
 
-    Attributes:
-        model: a folder or a hub name; None for the tiny random model.
-        setups: which of :data:`SETUPS` to run.
-        engine_arguments: for every engine; ``prefill_`` and ``decode_arguments`` come after them.
-        kvpatch_on: the sides on which the set-up ``kvpatch`` turns it on.
-        max_tokens: length of each answer in tokens.
-    """
-
-    work_dir: Path
-    model: str | None = None
-    setups: tuple[str, ...] = SETUPS
-    dtype: str = "float32"
-    engine_arguments: tuple[str, ...] = ()
-    prefill_arguments: tuple[str, ...] = ()
-    decode_arguments: tuple[str, ...] = ()
-    kvpatch_on: Side = "both"
-    max_tokens: int = 24
-    negative_control: bool = True
-    startup_timeout_s: float = 600.0
+    work_dir: Annotated[
+        Path,
+        typer.Option(
+            default_factory=_new_folder,
+            show_default=False,
+            resolve_path=True,
+            help="For logs, model and results; kept.",
+        ),
+    ]
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda: compare two workers' caches there, without any engine."),
+    ] = None
+    release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
+    ] = None
+    setups: Annotated[str, typer.Option(help="Which to run; the first is the reference.")] = (
+        ",".join(SETUPS)
+    )
+    engine_args: Annotated[
+        str, typer.Option(help="Server arguments of every engine, quoted as one.")
+    ] = ""
+    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
+    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
+    kvpatch_on: Annotated[PatchedSides, typer.Option(help="Sides with kvpatch.")] = (
+        PatchedSides.BOTH
+    )
+    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
+    negative_control: Annotated[
+        bool, typer.Option(help="Also spoil a block on purpose; the comparison must notice.")
+    ] = True
+    startup_timeout: Annotated[
+        float, typer.Option(help="Seconds that an engine may take to start.")
+    ] = 600.0
 
 
 @dataclass(frozen=True)
@@ -58,39 +88,10 @@ class Setup:
         return (*self.prefill, *self.decode)
 
 
-def route(case: int, prefill: int, decode: int) -> tuple[int, int | None]:
-    """The numbers of the prefill and the decode engine that serve a case.
-
-    Neighbours go to different prefill engines and, until each has had one, to one decode engine,
-    so that prompts with a shared prefix meet there.
-    """
-    return case % prefill, case // prefill % decode if decode else None
-
-
-def parse_setups(text: str) -> tuple[str, ...]:
-    """``"single,kvpatch"`` -> the names in the order of :data:`SETUPS`.
-
-    Raises:
-        BadOptions: an unknown name, or fewer than two: one set-up has nothing to be held against.
-    """
-    asked = {name.strip() for name in text.split(",") if name.strip()}
-    unknown = sorted(asked - set(SETUPS))
-    if unknown or len(asked) < 2:
-        raise BadOptions(f"--setups is {text!r}", f"give two or more of {', '.join(SETUPS)}")
-    return tuple(name for name in SETUPS if name in asked)
-
-
-def parse_side(text: str) -> Side:
-    for side in SIDES:
-        if text == side:
-            return side
-    raise BadOptions(f"--kvpatch-on is {text!r}", f"give one of {', '.join(SIDES)}")
-
-
-def require_release(expected: str) -> None:
+def require_release(expected: str | None) -> None:
     """Raise :class:`BadOptions` unless vLLM ``expected`` is what is installed here."""
-    found = installed_vllm()
-    if Version(found.version).public != expected:
+    found = installed_vllm() if expected is not None else None
+    if found is not None and Version(found.version).public != expected:
         raise BadOptions(
             f"--release: expected vLLM {expected}, found {found.distribution} {found.version} in "
             "this environment",
@@ -98,33 +99,53 @@ def require_release(expected: str) -> None:
         )
 
 
-def parse_arguments(text: str) -> tuple[str, ...]:
+def require_comparable(options: Options) -> None:
+    """Raises :class:`BadOptions` for an unknown set-up, or for one alone."""
+    asked = _names(options)
+    if not asked <= set(SETUPS) or len(asked) < 2:
+        reason = f"--setups is {options.setups!r}"
+        raise BadOptions(reason, f"give two or more of {', '.join(SETUPS)}")
+
+
+def _names(options: Options) -> set[str]:
+    return {name.strip() for name in options.setups.split(",") if name.strip()}
+
+
+def build_setups(options: Options, model: str) -> list[Setup]:
+    """Returns the set-ups that are asked for, in the order of :data:`SETUPS`."""
+    of_all, *of_sides = map(_split, (options.engine_args, options.p_args, options.d_args))
+
+    def engine(name: str, arguments: tuple[str, ...], connector: bool, on: bool) -> EngineSpec:
+        arguments = (*of_all, *arguments)
+        return small_engine(name, model, options.dtype, arguments, connector, on)
+
+    found = []
+    for name in (name for name in SETUPS if name in _names(options)):
+        if name == "single":
+            found.append(Setup(name, (engine(name, (), False, False),)))
+            continue
+        prefill, decode = (
+            engine(
+                f"{name}-{side.value}",
+                arguments,
+                True,
+                name == "kvpatch" and options.kvpatch_on in (PatchedSides.BOTH, side),
+            )
+            for side, arguments in zip(
+                (PatchedSides.PREFILL, PatchedSides.DECODE), of_sides, strict=True
+            )
+        )
+        found.append(Setup(name, (prefill,), (decode,)))
+    return found
+
+
+def _split(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise BadOptions(
             f"cannot split {text!r} into arguments: {error}", "write it as arguments of a shell"
         ) from None
-
-
-def build_setups(options: Options, model: str) -> list[Setup]:
-    def spec(name: str, arguments: tuple[str, ...], connector: bool, kvpatch: bool) -> EngineSpec:
-        arguments = (*options.engine_arguments, *arguments)
-        return small_engine(name, model, options.dtype, arguments, connector, kvpatch)
-
-    setups = []
-    for name in options.setups:
-        if name == "single":
-            setups.append(Setup(name, (spec("single", (), connector=False, kvpatch=False),)))
-            continue
-        on = {
-            side: name == "kvpatch" and options.kvpatch_on in ("both", side)
-            for side in ("prefill", "decode")
-        }
-        prefill = spec(f"{name}-prefill", options.prefill_arguments, True, on["prefill"])
-        decode = spec(f"{name}-decode", options.decode_arguments, True, on["decode"])
-        setups.append(Setup(name, (prefill,), (decode,)))
-    return setups
 
 
 def small_engine(

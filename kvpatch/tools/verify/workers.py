@@ -129,9 +129,8 @@ def compare_workers(device: str) -> list[Compared]:
         BadOptions: there is no such device, or no NIXL.
         EngineFailed: a process or a read did not come to an end.
     """
-    place = _device(device)
-    with _beside_prefill(device) as (connection, agent):
-        decode = _Decode(place, agent, connection)
+    with beside_prefill(device, _CACHE_BYTES) as own:
+        decode = _Decode(own)
         found = [decode.compare(pair, way) for pair in PAIRS for way in WAYS]
         decode.thread.stop()
     return found
@@ -151,59 +150,87 @@ def table_of(found: Sequence[Compared], device: str) -> Table:
     return table
 
 
-def _device(name: str) -> torch.device:
-    if name not in DEVICES:
-        raise BadOptions(f"--device is {name!r}", f"give one of {', '.join(DEVICES)}")
-    if name == "cuda" and not torch.cuda.is_available():
+def _check(device: str) -> None:
+    if device not in DEVICES:
+        raise BadOptions(f"--device is {device!r}", f"give one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
         raise BadOptions(
             f"torch {torch.__version__} finds no CUDA device here",
             "run this where the engines run, with their Python, or with --device cpu",
         )
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
-def _noise(seed: int) -> torch.Tensor:
-    numbers = np.random.default_rng(seed).integers(0, 256, _CACHE_BYTES, dtype=np.uint8)
-    return torch.from_numpy(numbers)
+def noise(size: int, seed: int) -> torch.Tensor:
+    """Returns random bytes, so that a byte in the wrong place shows."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def _agent(name: str) -> Any:
-    try:
-        from nixl._api import nixl_agent, nixl_agent_config
-    except ImportError as error:
-        raise BadOptions(f"NIXL cannot be imported: {error}", "run this where vLLM is") from error
-    return nixl_agent(name, nixl_agent_config(num_threads=1, capture_telemetry=True))
+class WorkerMemory:
+    """One process's memory, full of noise, and its NIXL agent, which knows it.
+
+    Args:
+        threads: of the agent.
+
+    Raises:
+        BadOptions: there is no NIXL.
+    """
+
+    def __init__(self, name: str, device: str, size: int, seed: int, threads: int) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise BadOptions(
+                f"NIXL cannot be imported: {error}", "run this where vLLM is"
+            ) from error
+        config = nixl_agent_config(num_threads=threads, capture_telemetry=True)
+        self.agent: Any = nixl_agent(name, config)
+        self.memory = noise(size, seed).to(device)
+        if self.memory.device.type != "cpu":
+            torch.get_device_module(self.memory.device).synchronize()
+        self.kind = tensor_facts(self.memory).memory
+        place = (self.memory.data_ptr(), size, self.kind.device_id, "")
+        self.agent.register_memory([place], self.kind.kind)
+        self.remote_address = 0
+        self.ends = Ends(self.kind, self.kind, "")
+
+    def meet(self, connection: Connection) -> None:
+        """Takes the other process's agent and address, for a memory of the same kind and size."""
+        try:
+            if not connection.poll(_SECONDS):
+                raise EOFError
+            metadata, self.remote_address = connection.recv()
+        except EOFError:
+            raise EngineFailed("P's process has ended or hangs: see its output above") from None
+        name = self.agent.add_remote_agent(metadata)
+        self.ends = Ends(*self.ends[:2], name.decode() if isinstance(name, bytes) else name)
 
 
-def _registered(agent: Any, device: torch.device, seed: int) -> torch.Tensor:
-    """Returns a cache's memory, full of noise."""
-    memory = _noise(seed).to(device)
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-    kind = tensor_facts(memory).memory
-    place = (memory.data_ptr(), memory.numel(), kind.device_id, "")
-    agent.register_memory([place], kind.kind)
-    return memory
-
-
-def _prefill(connection: Connection, device: str) -> None:
+def _prefill(connection: Connection, device: str, size: int, threads: int) -> None:
     """Holds P's cache until D says that it has read all, or is gone."""
-    agent = _agent("kvpatch-verify-P")
-    memory = _registered(agent, _device(device), seed=1)
-    connection.send((agent.get_agent_metadata(), memory.data_ptr()))
+    held = WorkerMemory("kvpatch-verify-P", device, size, 1, threads)
+    connection.send((held.agent.get_agent_metadata(), held.memory.data_ptr()))
     connection.poll(None)
 
 
 @contextmanager
-def _beside_prefill(device: str) -> Iterator[tuple[Connection, Any]]:
-    """While inside, P's process holds a cache; yields its end of a pipe, and D's agent."""
+def beside_prefill(device: str, size: int, threads: int = 1) -> Iterator[WorkerMemory]:
+    """Yields D's memory, while another process holds one as large.
+
+    Raises:
+        BadOptions: there is no such device, or no NIXL.
+        EngineFailed: the other process did not start.
+    """
+    _check(device)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_prefill, args=(theirs, device), daemon=True)
+    arguments = (theirs, device, size, threads)
+    process = context.Process(target=_prefill, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
-        yield ours, _agent("kvpatch-verify-D")
+        decode = WorkerMemory("kvpatch-verify-D", device, size, 2, threads)
+        decode.meet(ours)
+        yield decode
     finally:
         ours.close()
         process.join(_SECONDS)
@@ -213,22 +240,14 @@ def _beside_prefill(device: str) -> Iterator[tuple[Connection, Any]]:
 class _Decode:
     """D's process: its cache, and what reads into it."""
 
-    def __init__(self, device: torch.device, agent: Any, connection: Connection) -> None:
-        self._memory = _registered(agent, device, seed=2)
-        self._remote, self._before = _noise(1), _noise(2)  # as P has it, and D
-        if not connection.poll(_SECONDS):
-            raise EngineFailed(f"P's process said nothing for {_SECONDS:g} s: see its output above")
-        try:
-            metadata, self._remote_address = connection.recv()
-        except EOFError:
-            raise EngineFailed("P's process has ended: see its output above") from None
-        name = agent.add_remote_agent(metadata)
-        kind = tensor_facts(self._memory).memory
-        self._ends = Ends(kind, kind, name.decode() if isinstance(name, bytes) else name)
-        self._pool = staging_pool(agent, kind, device)
+    def __init__(self, own: WorkerMemory) -> None:
+        self._own, self._memory = own, own.memory
+        # As P has it, and D.
+        self._remote, self._before = noise(_CACHE_BYTES, 1), noise(_CACHE_BYTES, 2)
+        self._pool = staging_pool(own.agent, own.kind, own.memory.device)
         gate = AgentGate()
-        self.thread = ProgressThread(self._pool, device, gate)
-        self._agent = ProgressAgent(agent, gate)
+        self.thread = ProgressThread(self._pool, own.memory.device, gate)
+        self._agent = ProgressAgent(own.agent, gate)
 
     def compare(self, pair: CachePair, way: str) -> Compared:
         """Reads a request of a pair twice, and compares the whole cache."""
@@ -268,7 +287,7 @@ class _Decode:
             plan_parts([(segments, copies)] if way == "direct" else []),
             plan_chunks(staged, self._pool.chunk_bytes),
         )
-        paced = StagedRead(self._agent, self._pool, caches, self._ends, b"", unposted)
+        paced = StagedRead(self._agent, self._pool, caches, self._own.ends, b"", unposted)
         paced.tails = lambda: [(local, uncovered_tail(blocks[1], _TOKENS))]
         read = BackgroundRead(paced, self.thread)
         began = time.monotonic()
@@ -283,10 +302,13 @@ class _Decode:
 
     def _remote_planes(self, pair: CachePair) -> list[list[Plane]]:
         """Returns P's planes, layer by layer: those of a memory like it, at P's address."""
-        apart = self._remote_address - self._remote.data_ptr()
+        apart = self._own.remote_address - self._remote.data_ptr()
         layers = _planes(pair.prefill.views(self._remote, pair.heads, pair.channels))
         return [
-            [replace(one, address=one.address + apart, memory=self._ends.remote) for one in planes]
+            [
+                replace(one, address=one.address + apart, memory=self._own.ends.remote)
+                for one in planes
+            ]
             for planes in layers
         ]
 
