@@ -76,6 +76,15 @@ def test_a_retry_loads_what_the_first_could_not() -> None:
     assert loads.is_again(scheduler, late)
 
 
+def test_what_a_full_prefix_hit_needed_nothing_of_is_gone() -> None:
+    """The release tells P that it was read, so that a retry finds the answer taken."""
+    loads, scheduler = PromptLoads(), _scheduler()
+    first, retry = _Request(0), _Request(1)
+    loads.note_unneeded(first)
+    first.end("FINISHED_STOPPED")
+    assert loads.is_again(scheduler, retry)
+
+
 def test_what_waits_for_a_load_that_fails_keeps_no_retry_from_it() -> None:
     loads, scheduler = PromptLoads(), _scheduler()
     first, second, retry = (_Request(number) for number in range(3))
