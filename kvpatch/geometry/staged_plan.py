@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides, check_reach, reach_of
+from kvpatch.geometry.plane_copies import Copy, CopyStrides, check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.token_tiles import copies_in_tiles
 
@@ -37,7 +37,6 @@ class Placement:
         local_address: of its first item in the cache.
         strides: those of the buffer stand as the remote ones.
         segments: ``remote_block`` counts the spans in the buffer.
-        layers: axes of the other layers for which it stands too (``merged_placements``).
     """
 
     layer: str
@@ -45,7 +44,6 @@ class Placement:
     local_address: int
     strides: CopyStrides
     segments: Segments
-    layers: tuple[CopyAxis, ...] = ()
 
 
 @dataclass(frozen=True)

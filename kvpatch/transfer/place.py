@@ -1,7 +1,7 @@
 """Places what has landed in a staging buffer: strided copies in local memory.
 
 One copy for every kind of segments (same offsets, same length) of a placement, over
-all of its blocks and layers at once. Numpy for host memory, where it is about twice as fast as
+all of its blocks at once. Numpy for host memory, where it is about twice as fast as
 torch, one launch of a kernel on GPUs with Triton (``placing_kernel``), and torch for everything
 else. On the host a run that is contiguous on both sides is one item of the copy, however long:
 numpy then moves it in one piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a
@@ -42,7 +42,6 @@ class Side(NamedTuple):
         offset: of the first staged or local block's pattern, in bytes.
         step: bytes from one such block to the next.
         shape, strides: of the pattern, runs apart; bytes.
-        layers: (size, bytes from layer to layer) of each axis of layers.
     """
 
     offset: int
@@ -50,27 +49,6 @@ class Side(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     numbers: Numbers
-    layers: tuple[tuple[int, int], ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the sizes of the axes of layers, then those of the axes of blocks."""
-        return (*(size for size, _ in self.layers), *self.numbers.ids.shape)
-
-    def numbered(self) -> Side:
-        """Layers as numbers too, of a step that divides all distances.
-
-        To index a device's memory by such numbers is one launch, however far apart they are. It
-        is many where an axis reaches further than 2 GiB.
-        """
-        if not self.layers:
-            return self
-        step = gcd(self.step, *(stride for _, stride in self.layers)) or 1
-        ids = self.numbers.ids * (self.step // step)
-        for size, stride in reversed(self.layers):
-            along = np.arange(size, dtype=np.int64) * (stride // step)
-            ids = along.reshape(-1, *(1,) * ids.ndim) + ids
-        return self._replace(step=step, numbers=Numbers(ids), layers=())
 
 
 class Move(NamedTuple):
@@ -99,26 +77,23 @@ def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
         # Parts are an axis of the pattern on the side where they share a block.
         of = parts if kind.remote.ids.ndim == 1 else ()
         into = parts if kind.local.ids.ndim == 1 else ()
-        apart = (kind.remote_step * theirs,), (kind.local_step * ours,)
-        layers_apart = (stride for axis in placement.layers for stride in axis[1:])
+        apart = kind.remote_step * theirs, kind.local_step * ours
         yield Move(
             run,
-            gcd(unit, source, target, *apart[0], *apart[1], *layers_apart),
+            gcd(unit, source, target, *apart),
             Side(
                 source,
                 strides.block.remote_stride,
                 of + shape,
-                (apart[0] if of else ()) + source_strides,
+                (apart[:1] if of else ()) + source_strides,
                 kind.remote,
-                tuple((axis.size, axis.remote_stride) for axis in placement.layers),
             ),
             Side(
                 target,
                 strides.block.local_stride,
                 into + shape,
-                (apart[1] if into else ()) + target_strides,
+                (apart[1:] if into else ()) + target_strides,
                 kind.local,
-                tuple((axis.size, axis.local_stride) for axis in placement.layers),
             ),
         )
 
@@ -155,7 +130,7 @@ def place_in_host_memory(
     """
     for move in moves_of(placement, cache_address):
         item = _item(move.run_bytes, move.unit_bytes)
-        target = move.target.numbered()
+        target = move.target
         _rows(cache, item, target)[target.numbers.ids] = _lots(staging, item, move.source)
 
 
@@ -166,23 +141,20 @@ def _item(run_bytes: int, unit_bytes: int) -> np.dtype[Any]:
 
 
 def _lots(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
-    """[layers, lots, the pattern's axes]: a view where lots are evenly apart."""
+    """[lots, the pattern's axes]: a view where lots are evenly apart."""
+    numbers = side.numbers
+    if numbers.steps is None:
+        return _rows(memory, item, side)[numbers.ids]
+    first, strides = _first_and_strides(side, numbers.steps)
     found: npt.NDArray[Any]
-    steps = side.numbers.steps
-    if steps is None:
-        side = side.numbered()
-        found = _rows(memory, item, side)[side.numbers.ids]
-    else:
-        first, strides = _first_and_strides(side, steps)
-        found = np.ndarray((*side.sizes, *side.shape), item, memory.data, first, strides)
+    found = np.ndarray((*numbers.ids.shape, *side.shape), item, memory.data, first, strides)
     return found
 
 
 def _first_and_strides(side: Side, steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(offset of the first lot, strides of layers, lots and pattern) of lots evenly apart."""
+    """(offset of the first lot, strides of lots and pattern) of lots evenly apart."""
     first = side.offset + int(side.numbers.ids.flat[0]) * side.step
-    layers = (stride for _, stride in side.layers)
-    return first, (*layers, *(step * side.step for step in steps), *side.strides)
+    return first, (*(step * side.step for step in steps), *side.strides)
 
 
 def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
@@ -201,24 +173,23 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         into: each placement with the memory that it is in.
     """
     moves = [
-        (cache.memory, move, source, move.target.numbered())
+        (cache.memory, move)
         for cache, placement in into
         for move in moves_of(placement, cache.address)
-        for source in (
-            move.source.numbered() if move.source.numbers.steps is None else move.source,
-        )
     ]
-    numbers = [target.numbers for _, _, _, target in moves]
-    numbers += [source.numbers for _, _, source, _ in moves if source.numbers.steps is None]
+    numbers = [move.target.numbers for _, move in moves]
+    numbers += [m.source.numbers for _, m in moves if m.source.numbers.steps is None]
     indices = _uploaded(numbers, staging.device)
-    for memory, move, source, target in moves:
+    for memory, move in moves:
+        source, target = move.source, move.target
         steps = source.numbers.steps
         if steps is None:
             found = _strided(staging, move, source.offset, *_all_rows(source))
             found = found[indices[id(source.numbers)]]
         else:
             first, strides = _first_and_strides(source, steps)
-            found = _strided(staging, move, first, (*source.sizes, *source.shape), strides)
+            shape = *source.numbers.ids.shape, *source.shape
+            found = _strided(staging, move, first, shape, strides)
         rows = _strided(memory, move, target.offset, *_all_rows(target))
         _set_rows(rows, target.numbers, indices, found)
 

@@ -229,7 +229,7 @@ class StoragelessCaches:
         blocks = fetch(tensor, dimension, touched)
         counts = plane.counts._replace(blocks=len(touched))
         place = replace(plane, address=plane.address + blocks.data_ptr(), counts=counts)
-        zero_tokens(storage_of(blocks), (place,), _renumbered(tail, touched))
+        zero_tokens(storage_of(blocks), place, _renumbered(tail, touched))
         store(tensor, dimension, touched, blocks)
 
     def settle(self) -> None:
