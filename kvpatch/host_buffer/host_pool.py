@@ -114,7 +114,7 @@ class HostPool:
                 )
             if storage is not None:
                 whole = storage_of(tensors[next(iter(copy.places))]).memory
-                copies.append(StorageCopy(whole, host, copy.sheets))
+                copies.append(StorageCopy(whole, host, copy.rows))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
         self._copies: BlockCopies | StoragelessCopies
         if len(copies) < len(storages):
