@@ -51,6 +51,11 @@ class Plan:
     def __len__(self) -> int:
         return int(self.length.size)
 
+    def part(self, first: int, end: int) -> Plan:
+        return Plan(
+            self.remote_address[first:end], self.local_address[first:end], self.length[first:end]
+        )
+
 
 def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
     """The runs of some copies, each of its own segments.
