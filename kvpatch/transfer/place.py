@@ -145,16 +145,11 @@ def _lots(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt
     numbers = side.numbers
     if numbers.steps is None:
         return _rows(memory, item, side)[numbers.ids]
-    first, strides = _first_and_strides(side, numbers.steps)
+    first = side.offset + int(numbers.ids.flat[0]) * side.step
+    strides = (*(step * side.step for step in numbers.steps), *side.strides)
     found: npt.NDArray[Any]
     found = np.ndarray((*numbers.ids.shape, *side.shape), item, memory.data, first, strides)
     return found
-
-
-def _first_and_strides(side: Side, steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(offset of the first lot, strides of lots and pattern) of lots evenly apart."""
-    first = side.offset + int(side.numbers.ids.flat[0]) * side.step
-    return first, (*(step * side.step for step in steps), *side.strides)
 
 
 def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
@@ -177,26 +172,13 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         for cache, placement in into
         for move in moves_of(placement, cache.address)
     ]
-    numbers = [move.target.numbers for _, move in moves]
-    numbers += [m.source.numbers for _, m in moves if m.source.numbers.steps is None]
-    indices = _uploaded(numbers, staging.device)
+    sides = [side for _, move in moves for side in (move.source, move.target)]
+    distinct = list({id(side.numbers): side.numbers for side in sides}.values())
+    parts = uploaded([one.ids for one in distinct], staging.device)
+    indices = {id(one): part for one, part in zip(distinct, parts, strict=True)}
     for memory, move in moves:
-        source, target = move.source, move.target
-        steps = source.numbers.steps
-        if steps is None:
-            found = _strided(staging, move, source.offset, *_all_rows(source))
-            found = found[indices[id(source.numbers)]]
-        else:
-            first, strides = _first_and_strides(source, steps)
-            shape = *source.numbers.ids.shape, *source.shape
-            found = _strided(staging, move, first, shape, strides)
-        rows = _strided(memory, move, target.offset, *_all_rows(target))
-        _set_rows(rows, target.numbers, indices, found)
-
-
-def _all_rows(side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, strides) of [slot or block, the pattern's axes], up to the last that is asked for."""
-    return (side.numbers.end, *side.shape), (side.step, *side.strides)
+        found = _strided(staging, move, move.source)[indices[id(move.source.numbers)]]
+        _set_rows(_strided(memory, move, move.target), move.target.numbers, indices, found)
 
 
 def _set_rows(
@@ -212,21 +194,12 @@ def _set_rows(
         rows[int(number)].copy_(found[place])
 
 
-def _uploaded(numbers: Sequence[Numbers], device: torch.device) -> dict[int, torch.Tensor]:
-    """Block numbers on a device by the id of who holds them, in one copy."""
-    distinct = list({id(one): one for one in numbers}.values())
-    parts = uploaded([one.ids for one in distinct], device)
-    return {id(one): part for one, part in zip(distinct, parts, strict=True)}
-
-
-def _strided(
-    memory: torch.Tensor, move: Move, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
-    """[..., units of a run], as a view of memory in units; ``offset`` and ``strides`` in bytes."""
+def _strided(memory: torch.Tensor, move: Move, side: Side) -> torch.Tensor:
+    """[staged or local block, the pattern's axes, units of a run]: memory, as a view in units."""
     unit = move.unit_bytes
     return in_units(memory, unit).as_strided(
-        (*shape, move.run_bytes // unit),
-        (*(stride // unit for stride in strides), 1),
+        (side.numbers.end, *side.shape, move.run_bytes // unit),
+        (*(stride // unit for stride in (side.step, *side.strides)), 1),
         # Counted from the start of the storage, of which this memory may be a part.
-        (memory.storage_offset() + offset) // unit,
+        (memory.storage_offset() + side.offset) // unit,
     )
