@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
-from kvpatch.geometry.segments import Numbers
+from kvpatch.geometry.segments import Numbers, SegmentKind
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import in_units, uploaded
@@ -68,41 +68,38 @@ class Move(NamedTuple):
 def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
     """The strided copies of one placement into a cache that starts at ``cache_address``."""
     strides = placement.strides
-    theirs, ours = strides.token.remote_stride, strides.token.local_stride
+    origins = placement.staging_offset, placement.local_address - cache_address
     for kind in placement.segments.kinds:
-        run, unit, shape, source_strides, target_strides = _pattern(strides, kind.tokens)
-        source = placement.staging_offset + kind.remote_offset * theirs
-        target = placement.local_address - cache_address + kind.local_offset * ours
-        parts = (kind.parts,) if kind.parts > 1 else ()
-        # Parts are an axis of the pattern on the side where they share a block.
-        of = parts if kind.remote.ids.ndim == 1 else ()
-        into = parts if kind.local.ids.ndim == 1 else ()
-        apart = kind.remote_step * theirs, kind.local_step * ours
-        yield Move(
-            run,
-            gcd(unit, source, target, *apart),
-            Side(
-                source,
-                strides.block.remote_stride,
-                of + shape,
-                (apart[:1] if of else ()) + source_strides,
-                kind.remote,
-            ),
-            Side(
-                target,
-                strides.block.local_stride,
-                into + shape,
-                (apart[1:] if into else ()) + target_strides,
-                kind.local,
-            ),
+        run, unit, shape, inner = _pattern(strides, kind.tokens)
+        source, target = (
+            _side_of(kind, side, origins[side], strides, shape, inner[side]) for side in (0, 1)
         )
+        widest = gcd(unit, source.offset, target.offset, *source.strides, *target.strides)
+        yield Move(run, widest, source, target)
+
+
+def _side_of(
+    kind: SegmentKind,
+    side: int,
+    origin: int,
+    strides: CopyStrides,
+    shape: tuple[int, ...],
+    inner: tuple[int, ...],
+) -> Side:
+    """Returns the staged (0) or the local side (1) of a move."""
+    token, block = strides.token[1 + side], strides.block[1 + side]
+    numbers = kind.numbers[side]
+    if kind.parts > 1 and numbers.ids.ndim == 1:
+        # Parts are an axis of the pattern on the side where they share a block.
+        shape, inner = (kind.parts, *shape), (kind.steps[side] * token, *inner)
+    return Side(origin + kind.offsets[side] * token, block, shape, inner, numbers)
 
 
 @lru_cache(_KNOWN_PATTERNS)
 def _pattern(
     strides: CopyStrides, tokens: int
-) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(run, unit, shape, strides in the buffer, strides in the cache) of a segment."""
+) -> tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(run, unit, shape, strides in the buffer and in the cache) of a segment."""
     run, axes = contiguous(strides, tokens)
     axes.sort(key=lambda axis: -axis.local_stride)
     numbers = [run, strides.block.remote_stride, strides.block.local_stride]
@@ -111,8 +108,7 @@ def _pattern(
         run,
         gcd(_WIDEST_BYTES, *numbers),
         tuple(axis.size for axis in axes),
-        tuple(axis.remote_stride for axis in axes),
-        tuple(axis.local_stride for axis in axes),
+        (tuple(axis.remote_stride for axis in axes), tuple(axis.local_stride for axis in axes)),
     )
 
 

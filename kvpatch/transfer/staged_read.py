@@ -92,7 +92,6 @@ class StagedRead(OwnRead):
         self._runs: Plan | None = None
         self._chunk: Chunk | None = None
         self._flights: list[_Flight] = []
-        self._landed: list[_Flight] = []
         self._failed_handles: list[Any] = []
         self._tally = Tally(nixl)
         #: From its first request for space until it needs no more.
@@ -188,13 +187,9 @@ class StagedRead(OwnRead):
         if self._waits_for_another:
             return False
         has_landed = self._land()
-        if has_landed or self._is_any_left:
-            self._is_failed_by_lease()
         is_first = self._is_any_left and self._began is None
         if is_first and not self._may_begin() and self._goes_on:
             return False
-        while self._landed:
-            self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
         self._conclude()
@@ -233,9 +228,6 @@ class StagedRead(OwnRead):
         """
         self._give_up()
         self._give_back()
-        for space in [flight.space for flight in self._landed if flight.space is not None]:
-            self._pool.give(space)
-        self._landed.clear()
         self.lifetime.end(self._nixl)
         while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
             self._nixl.release_xfer_handle(self._failed_handles[-1])
@@ -377,7 +369,8 @@ class StagedRead(OwnRead):
         return has_answered
 
     def _land(self) -> bool:
-        """Takes what has arrived out of what is on the wire; whether anything has."""
+        """Takes what has arrived off the wire, and has it placed; True if anything has."""
+        landed = []
         for flight in tuple(self._flights):
             try:
                 state = self._nixl.check_xfer_state(flight.handle)
@@ -389,11 +382,15 @@ class StagedRead(OwnRead):
             self._flights.remove(flight)
             if state == "DONE":
                 self._landed_at = time.monotonic()
-                self._landed.append(flight)
+                landed.append(flight)
                 self._let_go(flight.handle)
             else:
                 self._lose(flight, state)
-        return bool(self._landed)
+        if landed or self._is_any_left:
+            self._is_failed_by_lease()
+        for flight in landed:
+            self._place(flight)
+        return bool(landed)
 
     def _let_go(self, handle: Any) -> None:
         """Counts a transfer that is done, and releases it."""
