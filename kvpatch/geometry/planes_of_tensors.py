@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NoReturn
 
 from kvpatch.core.errors import UnreadableGeometry
@@ -152,7 +153,7 @@ class _Reading:
             )
             if position != block
         ]
-        elements = self.facts.elements // self.size("block")
+        elements = prod(self.facts.shape) // self.size("block")
         if extent_bytes(inner, item) != elements * item:
             self.refuse("a state in one piece per block", "one with gaps")
         strides = Strides(self.stride("block"), elements * item, elements * item, item)

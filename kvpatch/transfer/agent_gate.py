@@ -120,22 +120,20 @@ class _Messages:
 
     def __init__(self) -> None:
         self.are_wanted = False
-        self._heard: deque[tuple[Any, Any]] = deque()
+        self._heard: deque[Mapping[Any, list[Any]]] = deque()
 
     def add(self, found: Mapping[Any, list[Any]]) -> None:
-        for sender, messages in found.items():
-            self._heard.extend((sender, message) for message in messages)
+        self._heard.append(found)
 
     def taken_with(self, found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
         """Returns all messages that were added, and behind them those that were found just now."""
         if not self._heard:
             return found
+        self._heard.append(found)
         taken: dict[Any, list[Any]] = {}
         while self._heard:
-            sender, message = self._heard.popleft()
-            taken.setdefault(sender, []).append(message)
-        for sender, messages in found.items():
-            taken.setdefault(sender, []).extend(messages)
+            for sender, messages in self._heard.popleft().items():
+                taken.setdefault(sender, []).extend(messages)
         return taken
 
 
