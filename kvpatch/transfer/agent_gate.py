@@ -43,7 +43,7 @@ _STEP_ASIDE_SECONDS = 2e-5
 _MOST_UNANSWERED = 16
 
 
-class Side:
+class EngineLock:
     """A lock of an engine's threads; the progress thread lets those go first that wait for it."""
 
     def __init__(self) -> None:
@@ -141,10 +141,10 @@ class AgentGate:
     """The locks of one agent. Neither a step nor the progress thread waits for a handshake."""
 
     def __init__(self) -> None:
-        self._steps, self._handshakes = Side(), Side()
+        self._steps, self._handshakes = EngineLock(), EngineLock()
         self.messages = _Messages()
 
-    def side_of(self, name: str) -> Side:
+    def side_of(self, name: str) -> EngineLock:
         """Returns the lock that an engine's call of that name takes."""
         return self._steps if name in STEP_CALLS else self._handshakes
 

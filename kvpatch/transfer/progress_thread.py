@@ -16,7 +16,7 @@ from threading import Lock, RLock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.transfer.agent_gate import AgentGate, Side
+from kvpatch.transfer.agent_gate import AgentGate, EngineLock
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.one_memory import streams_of
@@ -97,7 +97,7 @@ class ProgressThread:
         self._saw_all = 0.0
         self._called: deque[int] = deque()
         #: Held while something is done for a read.
-        self._work = Side()
+        self._work = EngineLock()
         #: When it last gave up the interpreter's lock of its own accord.
         self._rested = 0.0
         self._start = RLock()
@@ -108,7 +108,7 @@ class ProgressThread:
         self._is_stopped = self._is_ending = False
 
     def wake(self) -> None:
-        """Has it look again. Never waits; from any thread, and from what is collected in one."""
+        """Makes the thread look again. Never waits; any thread may call it, a collector too."""
         try:
             self._bell.release()
         except RuntimeError:  # it was released already, and nobody has taken it since
