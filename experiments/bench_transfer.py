@@ -41,7 +41,6 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 _COPY_BYTES = 4 * 1024**2
@@ -189,9 +188,9 @@ class Setup:
         self.pool.give(self._any_space())
 
     def _any_space(self) -> Any:
-        owner = object.__new__(Setup)
-        space = self.pool.take(owner, "", 1)
-        self.pool.leave(owner)
+        turn = self.pool.line_up(0, "")
+        space = self.pool.take(turn, 1)
+        self.pool.leave(turn)
         return space
 
     def _register(self, size_bytes: int) -> torch.Tensor:
@@ -251,10 +250,9 @@ class Setup:
         share = Share(self.segments(), self.overlaps)
         read = StagedRead(
             ProgressAgent(self.decode.agent, self.gate), self.pool, self.caches, self.decode.ends,
-            b"read", Unposted(
-                plan_parts([(self.segments(), copies)] if is_direct else []),
-                plan_chunks([] if is_direct else [share], self.pool.chunk_bytes),
-            ),
+            b"read",
+            plan_parts([(self.segments(), copies)] if is_direct else []),
+            plan_chunks([] if is_direct else [share], self.pool.chunk_bytes),
         )  # fmt: skip
         return BackgroundRead(read, self.thread)
 

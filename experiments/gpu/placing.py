@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 from experiments.gpu.rows import Rows, options_of
-from kvpatch.geometry.merged_placements import merged
 from kvpatch.transfer.caches import placing_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
@@ -32,7 +31,7 @@ def main() -> None:
     for pair in PAIRS:
         chunks, size_bytes = chunks_of(pair, 32, options.tokens)
         chunk = chunks[0]
-        wanted = merged(chunk.placements)
+        wanted = chunk.placements
         staging = torch.randint(0, 256, (chunk.buffer_bytes,), dtype=torch.uint8, device=device)
         found, expected = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in "12")
         place_on_device(staging, [(Bytes(_ADDRESS, expected), one) for one in wanted])

@@ -18,6 +18,5 @@ The parts, in the order in which a read uses them:
 ``overlap``             the copies out of one remote region, and which way it is read faster
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements
-``merged_placements``   placements that differ in their addresses alone, as one
 ``state_shares``        which bytes of a rank's recurrent state are which of another's
 """

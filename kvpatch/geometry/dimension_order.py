@@ -100,7 +100,10 @@ class DimensionOrder:
 
 
 _PROBE = {"blocks": 1024, "block_tokens": 192, "heads": 14, "channels": 256}
-"""Sizes that backends accept: blocks of a multiple of 64 tokens, heads of a multiple of 128."""
+"""Sizes that backends accept: blocks of a multiple of 64 tokens, heads of a multiple of 128.
+
+In the order in which a backend takes them.
+"""
 _STEP = {"blocks": 8, "block_tokens": 192, "heads": 2, "channels": 128}
 
 _DEPENDENCE = {
@@ -117,17 +120,21 @@ def _probe(
     shape_function: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[tuple[str, ...], int | None]:
     """Names of the dimensions, and the width of the values where it is fixed."""
+
+    def shape_of(sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(int(extent) for extent in shape_function(*sizes.values(), **options))
+
     sizes = dict(_PROBE)
     varied = set(_STEP)
     try:
-        base = _shape(shape_function, sizes, options)
+        base = shape_of(sizes)
     except AssertionError:  # how MLA backends say that they have one head
         sizes["heads"] = 1
         varied.discard("heads")
-        base = _shape(shape_function, sizes, options)
+        base = shape_of(sizes)
     changes: list[dict[str, int]] = [{} for _ in base]
     for size in sorted(varied):
-        shape = _shape(shape_function, {**sizes, size: sizes[size] + _STEP[size]}, options)
+        shape = shape_of({**sizes, size: sizes[size] + _STEP[size]})
         if len(shape) != len(base):
             raise UnreadableGeometry(
                 f"unknown dimension order: the shape {base} becomes {shape} with another {size}"
@@ -156,17 +163,6 @@ def _probe(
             "supported, use another --kv-cache-dtype"
         )
     return tuple(names), value_channels
-
-
-def _shape(
-    shape_function: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any]
-) -> tuple[int, ...]:
-    return tuple(
-        int(extent)
-        for extent in shape_function(
-            sizes["blocks"], sizes["block_tokens"], sizes["heads"], sizes["channels"], **options
-        )
-    )
 
 
 def _name(extent: int, change: dict[str, int], is_last: bool, heads_varied: bool) -> str | None:

@@ -51,6 +51,11 @@ class Plan:
     def __len__(self) -> int:
         return int(self.length.size)
 
+    def part(self, first: int, end: int) -> Plan:
+        return Plan(
+            self.remote_address[first:end], self.local_address[first:end], self.length[first:end]
+        )
+
 
 def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
     """The runs of some copies, each of its own segments.
@@ -58,7 +63,7 @@ def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
     Raises:
         UnplannableCopy: a segment reaches outside a plane.
     """
-    return Plan(*_written([_lot(*group) for group in _alike(parts)]))
+    return _written([_lot(*group) for group in _alike(parts)])
 
 
 def plan_parts(
@@ -84,21 +89,12 @@ def plan_parts(
         for first in range(0, starts, step):
             some = lot.part(first, first + step)
             if waiting and runs + prod(some.shape) > most_runs:
-                yield Plan(*_written(waiting))
+                yield _written(waiting)
                 waiting, runs = [], 0
             waiting.append(some)
             runs += prod(some.shape)
     if waiting:
-        yield Plan(*_written(waiting))
-
-
-class _Runs(NamedTuple):
-    remote: Int64Array
-    local: Int64Array
-    length: Int64Array
-
-
-_NO_RUNS = _Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+        yield _written(waiting)
 
 
 class _Lot(NamedTuple):
@@ -106,12 +102,12 @@ class _Lot(NamedTuple):
 
     remote_address: Int64Array
     local_address: Int64Array
-    runs: _Runs
+    runs: Plan
 
     @property
     def shape(self) -> tuple[int, int]:
         """(addresses, runs from each)."""
-        return self.remote_address.size, self.runs.length.size
+        return self.remote_address.size, len(self.runs)
 
     def part(self, first: int, end: int) -> _Lot:
         return _Lot(self.remote_address[first:end], self.local_address[first:end], self.runs)
@@ -137,26 +133,31 @@ def _alike(
 
 def _lot(segments: Segments, strides: CopyStrides, copies: Sequence[Copy]) -> _Lot:
     outside, inside = _outside_blocks(strides)
-    shift = _offsets(outside)
+    remote, local = _offsets(outside)
     return _Lot(
-        _add(np.array([copy.remote_address for copy in copies], dtype=np.int64), shift.remote),
-        _add(np.array([copy.local_address for copy in copies], dtype=np.int64), shift.local),
+        _add(np.array([copy.remote_address for copy in copies], dtype=np.int64), remote),
+        _add(np.array([copy.local_address for copy in copies], dtype=np.int64), local),
         _merged(_relative_runs(segments, strides, inside)),
     )
 
 
-def _written(lots: Sequence[_Lot]) -> _Runs:
+def _written(lots: Sequence[_Lot]) -> Plan:
     """The runs of all lots, each byte of them written once: they may be millions."""
-    if not lots:
-        return _NO_RUNS
-    ends = np.cumsum([prod(lot.shape) for lot in lots]).tolist()
-    found = _Runs(*(np.empty(ends[-1], dtype=np.int64) for _ in range(3)))
-    for lot, begin, end in zip(lots, [0, *ends], ends, strict=False):
-        remote, local, length = (column[begin:end].reshape(lot.shape) for column in found)
-        np.add(lot.remote_address[:, None], lot.runs.remote, out=remote)
-        np.add(lot.local_address[:, None], lot.runs.local, out=local)
-        length[:] = lot.runs.length
+    ends = np.cumsum([0, *(prod(lot.shape) for lot in lots)]).tolist()
+    found = _unfilled(ends[-1])
+    for lot, begin, end in zip(lots, ends, ends[1:], strict=False):
+        part, runs = found.part(begin, end), lot.runs
+        for whole, starts, own in (
+            (part.remote_address, lot.remote_address, runs.remote_address),
+            (part.local_address, lot.local_address, runs.local_address),
+        ):
+            np.add(starts[:, None], own, out=whole.reshape(lot.shape))
+        part.length.reshape(lot.shape)[:] = runs.length
     return found
+
+
+def _unfilled(runs: int) -> Plan:
+    return Plan(*(np.empty(runs, dtype=np.int64) for _ in range(3)))
 
 
 def _outside_blocks(strides: CopyStrides) -> tuple[list[CopyAxis], list[CopyAxis]]:
@@ -173,7 +174,7 @@ def _outside_blocks(strides: CopyStrides) -> tuple[list[CopyAxis], list[CopyAxis
     return outside, inside
 
 
-def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[CopyAxis]) -> _Runs:
+def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[CopyAxis]) -> Plan:
     """Runs of every segment, in the order of the segments, from address 0 on each side."""
     remote = (
         segments.remote_block * strides.block.remote_stride
@@ -185,39 +186,34 @@ def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[Co
     )
     lengths, kind = np.unique(segments.tokens, return_inverse=True)
     runs = [_segment_runs(strides, inside, int(tokens)) for tokens in lengths]
-    if len(runs) == 1:
-        (own,) = runs
-        return _Runs(
-            _add(remote, own.remote), _add(local, own.local), np.tile(own.length, remote.size)
-        )
-    count = np.array([own.length.size for own in runs], dtype=np.int64)[kind]
+    count = np.array([len(own) for own in runs], dtype=np.int64)[kind]
     end = np.cumsum(count)
     begin = end - count
-    result = _Runs(*(np.empty(int(end[-1]), dtype=np.int64) for _ in range(3)))
+    result = _unfilled(int(end[-1]))
     for number, own in enumerate(runs):
         chosen = np.flatnonzero(kind == number)
-        place = _add(begin[chosen], np.arange(own.length.size, dtype=np.int64))
-        result.remote[place] = _add(remote[chosen], own.remote)
-        result.local[place] = _add(local[chosen], own.local)
+        place = _add(begin[chosen], np.arange(len(own), dtype=np.int64))
+        result.remote_address[place] = _add(remote[chosen], own.remote_address)
+        result.local_address[place] = _add(local[chosen], own.local_address)
         result.length[place] = np.tile(own.length, chosen.size)
     return result
 
 
-def _segment_runs(strides: CopyStrides, inside: Sequence[CopyAxis], tokens: int) -> _Runs:
+def _segment_runs(strides: CopyStrides, inside: Sequence[CopyAxis], tokens: int) -> Plan:
     """Runs of one segment: as long as both sides are contiguous, then one per step."""
     length, left = contiguous(strides, tokens, inside)
-    steps = _offsets(left)
-    return _Runs(steps.remote, steps.local, np.full(steps.remote.size, length, dtype=np.int64))
+    remote, local = _offsets(left)
+    return Plan(remote, local, np.full(remote.size, length, dtype=np.int64))
 
 
-def _offsets(axes: Sequence[CopyAxis]) -> _Runs:
-    """Byte offsets of every step of the axes, ascending on the local side; no lengths."""
+def _offsets(axes: Sequence[CopyAxis]) -> tuple[Int64Array, Int64Array]:
+    """(remote, local) byte offsets of every step of the axes, ascending on the local side."""
     remote = local = np.zeros(1, dtype=np.int64)
     for axis in sorted(axes, key=lambda axis: -axis.local_stride):
         step = np.arange(axis.size, dtype=np.int64)
         remote = _add(remote, step * axis.remote_stride)
         local = _add(local, step * axis.local_stride)
-    return _Runs(remote, local, np.empty(0, dtype=np.int64))
+    return remote, local
 
 
 def _add(outer: Int64Array, inner: Int64Array) -> Int64Array:
@@ -225,15 +221,10 @@ def _add(outer: Int64Array, inner: Int64Array) -> Int64Array:
     return (outer[:, None] + inner).reshape(-1)
 
 
-def _merged(runs: _Runs) -> _Runs:
+def _merged(runs: Plan) -> Plan:
     """Neighbours in the list that touch on both sides, as one run."""
-    remote, local, length = runs
-    starts = np.empty(length.size, dtype=np.bool_)
-    starts[0] = True
+    remote, local, length = runs.remote_address, runs.local_address, runs.length
     ahead = length[:-1]
-    np.not_equal(local[:-1] + ahead, local[1:], out=starts[1:])
-    starts[1:] |= remote[:-1] + ahead != remote[1:]
-    first = np.flatnonzero(starts)
-    if first.size == length.size:
-        return runs
-    return _Runs(remote[first], local[first], np.add.reduceat(length, first))
+    is_apart = (local[:-1] + ahead != local[1:]) | (remote[:-1] + ahead != remote[1:])
+    first = np.flatnonzero(np.append(True, is_apart))
+    return Plan(remote[first], local[first], np.add.reduceat(length, first))

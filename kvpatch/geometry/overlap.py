@@ -77,9 +77,6 @@ class Overlap:
 def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Overlap, ...]:
     """The overlaps of one rank's regions; those of which nothing is wanted are left out.
 
-    They come in the order of our addresses, in which neighbours in a chunk can be placed by one
-    copy (``merged_placements``).
-
     Raises:
         UnplannableCopy: contents differ in width or item size.
     """
@@ -92,7 +89,7 @@ def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tup
         spans = _staged_spans(region, ours[layer])
         if spans:
             found.append(Overlap(layer, spans))
-    return tuple(sorted(found, key=lambda overlap: overlap.spans[0].copies[0].local_address))
+    return tuple(found)
 
 
 def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[StagedSpan, ...]:

@@ -133,7 +133,7 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
     if remote.is_whole or local.is_whole:
         check_whole(remote, local)
     theirs, ours = remote.strides_bytes, local.strides_bytes
-    token, tile = _token_axes(remote, local)
+    token, *inside = _axes(remote, local, "token")
     return Copy(
         remote,
         local,
@@ -144,49 +144,32 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
             block=CopyAxis(local.counts.blocks, theirs.block, ours.block),
             token=token,
             inner=(
-                *_channel_axes(remote, local),
+                *_axes(remote, local, "channel"),
                 CopyAxis(end_head - start_head, theirs.head, ours.head),
             ),
-            tile=tile,
+            tile=CopyTile(*inside[0], remote.tile is not None, local.tile is not None)
+            if inside
+            else None,
         ),
     )
 
 
-def _token_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, CopyTile | None]:
-    """The step that segments count in, and what is inside it where a side is tiled."""
-    tokens = local.counts.block_tokens
-    size = _tile_size(remote, local, "tokens")
-    if size is None:
-        return CopyAxis(tokens, remote.strides_bytes.token, local.strides_bytes.token), None
-    (theirs, their_step), (ours, our_step) = (
-        (stride, plane.tile.token_step) if plane.tile is not None else (size * stride, stride)
-        for plane, stride in ((one, one.strides_bytes.token) for one in (remote, local))
-    )
-    is_tiled = remote.tile is not None, local.tile is not None
-    return CopyAxis(-(-tokens // size), theirs, ours), CopyTile(
-        size, their_step, our_step, *is_tiled
-    )
-
-
-def _channel_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, ...]:
-    """One axis, or where a side is tiled two."""
-    channels = local.counts.channels
-    size = _tile_size(remote, local, "channels")
-    if size is None:
-        return (CopyAxis(channels, remote.strides_bytes.channel, local.strides_bytes.channel),)
-    (theirs, their_step), (ours, our_step) = (
-        (stride, plane.tile.channel_step) if plane.tile is not None else (size * stride, stride)
-        for plane, stride in ((one, one.strides_bytes.channel) for one in (remote, local))
-    )
-    return CopyAxis(channels // size, theirs, ours), CopyAxis(size, their_step, our_step)
-
-
-def _tile_size(remote: Plane, local: Plane, axis: Literal["tokens", "channels"]) -> int | None:
-    """Returns the size of either side's tiles; None where neither side is tiled."""
-    sizes = {getattr(plane.tile, axis) for plane in (remote, local) if plane.tile is not None}
+def _axes(remote: Plane, local: Plane, name: Literal["token", "channel"]) -> tuple[CopyAxis, ...]:
+    """One axis; where a side is tiled, that from tile to tile and that inside one."""
+    count = local.counts.channels if name == "channel" else local.counts.block_tokens
+    sides = [(getattr(plane.strides_bytes, name), plane.tile) for plane in (remote, local)]
+    sizes = {getattr(tile, f"{name}s") for _, tile in sides if tile is not None}
+    if not sizes:
+        return (CopyAxis(count, *(stride for stride, _ in sides)),)
     if len(sizes) > 1:
         raise UnplannableCopy(f"expected tiles of one size, found {remote} and {local}")
-    return sizes.pop() if sizes else None
+    (size,) = sizes
+    steps = [
+        (size * stride, stride) if tile is None else (stride, getattr(tile, f"{name}_step"))
+        for stride, tile in sides
+    ]
+    outer, inner = zip(*steps, strict=True)
+    return CopyAxis(-(-count // size), *outer), CopyAxis(size, *inner)
 
 
 def moved(copy: Copy, remote_bytes: int, local_bytes: int, strides: CopyStrides) -> Copy:

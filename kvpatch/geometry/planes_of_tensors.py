@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NoReturn
 
 from kvpatch.core.errors import UnreadableGeometry
@@ -91,29 +92,26 @@ class _Reading:
     def row_major(self) -> tuple[Plane, ...]:
         """Keys and values token by token, or the one content."""
         names = self.order.dimensions
-        channel = self.stride("packed" if "packed" in names else "channel")
-        if "kv" in names:
-            sizes, apart = (self.size("channel"),) * 2, self.stride("kv")
-        elif "packed" in names:
-            sizes = self.packed_channels()
-            apart = sizes[0] * channel
-        elif "packed_head" in names:
-            sizes, apart = (self.size("channel"),) * 2, self.stride("packed_head")
-        elif "state" in names:
+        if "state" in names:
             return (self.state(),)
-        elif "slot" in names:  # of this rank's heads, whichever these are
-            strides = self.strides(self.stride("token"), channel)
-            first = self.first_head * self.size("slot")
-            return (self.plane(Content.SLOT, 0, strides, self.size("channel"), first),)
-        else:
-            head = self.first_head if "head" in names else 0
-            content = Content.LATENT
-            strides = self.strides(self.stride("token"), channel)
-            return (self.plane(content, 0, strides, self.size("channel"), head),)
+        channel = self.stride("packed" if "packed" in names else "channel")
         strides = self.strides(self.stride("token"), channel)
+        head = self.first_head
+        if "slot" in names:  # of this rank's heads, whichever these are
+            first = head * self.size("slot")
+            return (self.plane(Content.SLOT, 0, strides, self.size("channel"), first),)
+        if "packed" in names:
+            keys, values = self.packed_channels()
+            apart = keys * channel
+        else:
+            keys = values = self.size("channel")
+            apart = self.stride("kv" if "kv" in names else "packed_head")
+        if not {"kv", "packed", "packed_head"} & set(names):
+            first = head if "head" in names else 0
+            return (self.plane(Content.LATENT, 0, strides, keys, first),)
         return (
-            self.plane(Content.KEY, 0, strides, sizes[0], self.first_head),
-            self.plane(Content.VALUE, apart, strides, sizes[1], self.first_head),
+            self.plane(Content.KEY, 0, strides, keys, head),
+            self.plane(Content.VALUE, apart, strides, values, head),
         )
 
     def one_piece(self, key_order: KeyOrder) -> tuple[Plane, ...]:
@@ -155,7 +153,7 @@ class _Reading:
             )
             if position != block
         ]
-        elements = self.facts.elements // self.size("block")
+        elements = prod(self.facts.shape) // self.size("block")
         if extent_bytes(inner, item) != elements * item:
             self.refuse("a state in one piece per block", "one with gaps")
         strides = Strides(self.stride("block"), elements * item, elements * item, item)
@@ -174,7 +172,7 @@ class _Reading:
     ) -> Plane:
         """A plane ``offset`` bytes behind the tensor's first element."""
         facts = self.facts
-        counts = Counts(self.size("block"), self.heads(), self.size("token"), channels)
+        counts = Counts(self.size("block"), self.heads()[0], self.size("token"), channels)
         return Plane(
             self.layer,
             content,
@@ -188,21 +186,16 @@ class _Reading:
         )
 
     def strides(self, token: int, channel: int) -> Strides:
-        names = self.order.dimensions
-        if "head" in names:
-            head = self.stride("head")
-        elif "slot" in names:
-            head = self.stride("slot")
-        elif "packed_head" in names:
-            head = 2 * self.stride("packed_head")
-        else:
-            head = 0
-        return Strides(self.stride("block"), head, token, channel)
+        return Strides(self.stride("block"), self.heads()[1], token, channel)
 
-    def heads(self) -> int:
+    def heads(self) -> tuple[int, int]:
+        """Returns how many heads there are, and the bytes from one to the next."""
+        for name in ("head", "slot"):
+            if name in self.order.dimensions:
+                return self.size(name), self.stride(name)
         if "packed_head" in self.order.dimensions:
-            return self.size("packed_head") // 2
-        return next((self.size(n) for n in ("head", "slot") if n in self.order.dimensions), 1)
+            return self.size("packed_head") // 2, 2 * self.stride("packed_head")
+        return 1, 0
 
     def packed_channels(self) -> tuple[int, int]:
         """Widths of keys and of values in a packed dimension."""

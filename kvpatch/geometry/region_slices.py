@@ -154,35 +154,24 @@ class Regions:
         whole_bytes = max(sum(sizes[layer].block_bytes for layer in group) for group in groups)
         self._check_bytes(0, whole_bytes, max(sizes.values()))
         found: dict[str, tuple[RegionSlice, ...]] = {}
+        # Each head's piece of every layer, then the next head's: a slice of its own for each head,
+        # for one of them all would be nearly the whole block.
+        by_head = self.layout == "BHLNC"
         for group in groups:
-            if self.layout == "BHLNC":
-                found.update(self._heads_of_all_layers(group, sizes))
-                continue
+            if by_head and len({sizes[layer] for layer in group}) > 1:
+                raise PeerRefused(
+                    "layout BHLNC has no place for layers of several widths", "use BLHNC on P"
+                )
+            parts = sizes[group[0]].heads if by_head else 1
+            step = sum(sizes[layer].block_bytes for layer in group) // parts
             offset = 0
             for layer in group:
-                found[layer] = (RegionSlice(0, offset, 0, sizes[layer].heads),)
-                offset += sizes[layer].block_bytes
-        return found
-
-    def _heads_of_all_layers(
-        self, group: Sequence[str], sizes: Mapping[str, LayerSizes]
-    ) -> dict[str, tuple[RegionSlice, ...]]:
-        """Each head's piece of every layer, then the next head's.
-
-        A slice of its own for each head: one of them all would be nearly the whole block.
-        """
-        if len({sizes[layer] for layer in group}) > 1:
-            raise PeerRefused(
-                "layout BHLNC has no place for layers of several widths", "use BLHNC on P"
-            )
-        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in group]
-        step = sum(head_bytes)
-        found, offset = {}, 0
-        for layer, size in zip(group, head_bytes, strict=True):
-            found[layer] = tuple(
-                RegionSlice(0, head * step + offset, head, 1) for head in range(sizes[layer].heads)
-            )
-            offset += size
+                heads = sizes[layer].heads // parts
+                found[layer] = tuple(
+                    RegionSlice(0, part * step + offset, part * heads, heads)
+                    for part in range(parts)
+                )
+                offset += sizes[layer].block_bytes // parts
         return found
 
     def _check_bytes(self, region: int, expected: int, layer: LayerSizes) -> None:

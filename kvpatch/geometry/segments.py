@@ -83,23 +83,21 @@ class SegmentKind(NamedTuple):
 
     Blocks of 128 tokens that become blocks of 32 are one kind of 4 parts, not 4 kinds. The
     side on which the parts share a block has one number a lot, the other ``[lot, part]``.
+    Pairs are (remote, local).
 
     Attributes:
-        remote_offset, local_offset: of the first part, in tokens.
+        offsets: of the first part, in tokens.
         tokens: of each part.
         parts: of each lot; where it is 1 both sides have one number a lot.
-        remote_step, local_step: tokens from part to part in a block; 0 on the side where
-            each part has a block of its own.
+        steps: tokens from part to part in a block; 0 on the side where each part has a block of
+            its own.
     """
 
-    remote_offset: int
-    local_offset: int
+    offsets: tuple[int, int]
     tokens: int
-    remote: Numbers
-    local: Numbers
+    numbers: tuple[Numbers, Numbers]
     parts: int = 1
-    remote_step: int = 0
-    local_step: int = 0
+    steps: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,9 @@ class Segments:
         return _in_parts(
             [
                 SegmentKind(
-                    int(self.remote_offset[at]),
-                    int(self.local_offset[at]),
+                    (int(self.remote_offset[at]), int(self.local_offset[at])),
                     int(self.tokens[at]),
-                    Numbers(self.remote_block[rows]),
-                    Numbers(self.local_block[rows]),
+                    (Numbers(self.remote_block[rows]), Numbers(self.local_block[rows])),
                 )
                 for at, rows in zip(first.tolist(), chosen, strict=True)
             ]
@@ -175,9 +171,8 @@ def _in_parts(kinds: Sequence[SegmentKind]) -> tuple[SegmentKind, ...]:
     if len(kinds) == 1:
         return tuple(kinds)
     # Those that share remote blocks; then, of what is left, those that share local ones.
-    remote = _grouped(sorted(kinds, key=lambda k: (k.tokens, k.local_offset, k.remote_offset)), 0)
-    left = [group[0] for group in remote if len(group) == 1]
-    local = _grouped(sorted(left, key=lambda k: (k.tokens, k.remote_offset, k.local_offset)), 1)
+    remote = _grouped(kinds, 0)
+    local = _grouped([group[0] for group in remote if len(group) == 1], 1)
     return (
         *(_as_parts(group, 0) for group in remote if len(group) > 1),
         *(_as_parts(group, 1) for group in local),
@@ -187,7 +182,7 @@ def _in_parts(kinds: Sequence[SegmentKind]) -> tuple[SegmentKind, ...]:
 def _grouped(kinds: Sequence[SegmentKind], side: int) -> list[list[SegmentKind]]:
     """Neighbours that are parts of the same blocks of a side: 0 for remote, 1 for local."""
     groups: list[list[SegmentKind]] = []
-    for kind in kinds:
+    for kind in sorted(kinds, key=lambda k: (k.tokens, k.offsets[1 - side], k.offsets[side])):
         if groups and _continues(groups[-1], kind, side):
             groups[-1].append(kind)
         else:
@@ -197,32 +192,25 @@ def _grouped(kinds: Sequence[SegmentKind], side: int) -> list[list[SegmentKind]]
 
 def _continues(group: Sequence[SegmentKind], kind: SegmentKind, side: int) -> bool:
     last, other = group[-1], 1 - side
-    places = [_places(kind)[side] for kind in (*group[-2:], kind)]
+    places = [one.offsets[side] for one in (*group[-2:], kind)]
     return (
-        (kind.tokens, _places(kind)[other]) == (last.tokens, _places(last)[other])
+        (kind.tokens, kind.offsets[other]) == (last.tokens, last.offsets[other])
         and places[-1] - places[-2] == places[1] - places[0]
-        and np.array_equal(_numbers(kind, side), _numbers(last, side))
+        and np.array_equal(kind.numbers[side].ids, last.numbers[side].ids)
     )
-
-
-def _places(kind: SegmentKind) -> tuple[int, int]:
-    return kind.remote_offset, kind.local_offset
-
-
-def _numbers(kind: SegmentKind, side: int) -> Int64Array:
-    return (kind.local if side else kind.remote).ids
 
 
 def _as_parts(group: Sequence[SegmentKind], side: int) -> SegmentKind:
     first = group[0]
     if len(group) == 1:
         return first
-    apart = Numbers(np.stack([_numbers(kind, 1 - side) for kind in group], axis=1))
-    if side:
-        step = group[1].local_offset - first.local_offset
-        return first._replace(remote=apart, parts=len(group), local_step=step)
-    step = group[1].remote_offset - first.remote_offset
-    return first._replace(local=apart, parts=len(group), remote_step=step)
+    apart = Numbers(np.stack([kind.numbers[1 - side].ids for kind in group], axis=1))
+    step = group[1].offsets[side] - first.offsets[side]
+    return first._replace(
+        numbers=(apart, first.numbers[1]) if side else (first.numbers[0], apart),
+        parts=len(group),
+        steps=(0, step) if side else (step, 0),
+    )
 
 
 def pair_blocks(remote: BlockList, local: BlockList, first_token: int, end_token: int) -> Segments:

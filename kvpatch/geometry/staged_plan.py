@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides, check_reach, reach_of
+from kvpatch.geometry.plane_copies import Copy, CopyStrides, check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.token_tiles import copies_in_tiles
 
@@ -37,7 +37,6 @@ class Placement:
         local_address: of its first item in the cache.
         strides: those of the buffer stand as the remote ones.
         segments: ``remote_block`` counts the spans in the buffer.
-        layers: axes of the other layers for which it stands too (``merged_placements``).
     """
 
     layer: str
@@ -45,7 +44,6 @@ class Placement:
     local_address: int
     strides: CopyStrides
     segments: Segments
-    layers: tuple[CopyAxis, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int) -> Iterator[Chunk]:
     Raises:
         UnplannableCopy: a segment reaches outside a plane.
     """
-    parts: list[_StagedBlocks] = []
+    parts: list[Chunk] = []
     used = 0
     for share in shares:
         if not len(share.segments):
@@ -93,14 +91,14 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int) -> Iterator[Chunk]:
                 left = blocks.count - first
                 count = -(-left // -(-left // max(1, chunk_bytes // span.staged_bytes)))
                 if parts and used + count * span.staged_bytes > chunk_bytes:
-                    yield _chunk(parts)
+                    yield _joined(parts)
                     parts, used = [], 0
                     continue
                 parts.append(_part(span, copies, blocks, first, first + count, used))
                 used += count * span.staged_bytes
                 first += count
     if parts:
-        yield _chunk(parts)
+        yield _joined(parts)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class _Blocks:
     first_segment: Int64Array
     segments: Segments
     known: dict[tuple[int, int], Segments] = field(default_factory=dict)
-    known_runs: dict[tuple[int, ...], _StagedRuns] = field(default_factory=dict)
+    known_runs: dict[tuple[int, ...], Plan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments) -> _Blocks:
@@ -139,14 +137,18 @@ class _Blocks:
             self.known[first, end] = self._part(first, end)
         return self.known[first, end]
 
-    def runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
-        """Returns the bytes to read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
+    def runs(self, first: int, end: int, span: StagedSpan) -> Plan:
+        """Returns the bytes to read of blocks ``first`` to ``end``; kept as :meth:`part` is.
+
+        Addresses count from a region's, and from the blocks' place in the buffer: they are the same
+        for all regions of one shape.
+        """
         key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
         if key not in self.known_runs:
             self.known_runs[key] = self._runs(first, end, span)
         return self.known_runs[key]
 
-    def _runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
+    def _runs(self, first: int, end: int, span: StagedSpan) -> Plan:
         remote = self.block[first:end] * span.block_stride
         starts = np.empty(end - first, dtype=np.bool_)
         starts[0] = True
@@ -155,7 +157,7 @@ class _Blocks:
         starts[1:] |= span.span_bytes != span.staged_bytes
         begins = np.flatnonzero(starts)
         blocks = np.diff(begins, append=end - first)
-        return _StagedRuns(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
+        return Plan(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
 
     def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
@@ -169,26 +171,6 @@ class _Blocks:
             s.local_offset[rows],
             s.tokens[rows],
         )
-
-
-class _StagedRuns(NamedTuple):
-    """Runs of some blocks: where each is read, where it lands, and its bytes.
-
-    Of all regions of one shape at once the first two count from a region's address and from the
-    blocks' place in the buffer.
-    """
-
-    remote: Int64Array
-    offset: Int64Array
-    length: Int64Array
-
-
-class _StagedBlocks(NamedTuple):
-    """Some blocks of one region: a part of a chunk, up to byte ``end`` of the buffer."""
-
-    runs: _StagedRuns
-    end: int
-    placements: tuple[Placement, ...]
 
 
 def _in_buffer(span: StagedSpan) -> tuple[Copy, ...]:
@@ -212,7 +194,7 @@ def _part(
     first: int,
     end: int,
     at: int,
-) -> _StagedBlocks:
+) -> Chunk:
     """Blocks ``first`` to ``end`` of a region, from byte ``at`` of the buffer on."""
     runs = blocks.runs(first, end, span)
     segments = blocks.part(first, end)
@@ -227,24 +209,21 @@ def _part(
         for copy in copies
         for some, one in copies_in_tiles(segments, copy)
     )
-    return _StagedBlocks(
-        _StagedRuns(span.address + runs.remote, at + runs.offset, runs.length),
+    return Chunk(
+        span.address + runs.remote_address,
+        at + runs.local_address,
+        runs.length,
         at + (end - first) * span.staged_bytes,
         placements,
     )
 
 
-def _chunk(parts: Sequence[_StagedBlocks]) -> Chunk:
+def _joined(parts: Sequence[Chunk]) -> Chunk:
     # Neighbours of two regions may belong to two registrations: never one run.
-    runs = [part.runs for part in parts]
-    remote, offset, length = (
-        np.concatenate(column) if len(column) > 1 else column[0]
-        for column in zip(*runs, strict=True)
-    )
     return Chunk(
-        remote,
-        offset,
-        length,
-        parts[-1].end,
+        np.concatenate([part.remote_address for part in parts]),
+        np.concatenate([part.staging_offset for part in parts]),
+        np.concatenate([part.length for part in parts]),
+        parts[-1].buffer_bytes,
         tuple(placement for part in parts for placement in part.placements),
     )

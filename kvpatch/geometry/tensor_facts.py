@@ -54,14 +54,6 @@ class TensorFacts:
     storage_address: int
     storage_bytes: int
 
-    @property
-    def elements(self) -> int:
-        """Counts the elements of the shape, whatever the strides say."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
-
 
 def extent_bytes(axes: Iterable[tuple[int, int]], item_bytes: int) -> int:
     """Returns the bytes from the first to past the last element of ``(size, stride_bytes)`` axes.

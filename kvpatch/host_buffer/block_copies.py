@@ -1,4 +1,4 @@
-"""Copies of blocks into host blocks by torch: one gather, then its rows.
+"""Copies of blocks into host blocks by torch: a gather of each row of blocks, then its rows.
 
 On a device with streams in one of their own, so that the model goes on meanwhile.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpatch.geometry.segments import Int64Array
-from kvpatch.host_buffer.host_block_rows import Sheet, StorageCopy, unit_bytes
+from kvpatch.host_buffer.host_block_rows import Rows, StorageCopy
 from kvpatch.transfer.one_memory import streams_of
 from kvpatch.transfer.plane_bytes import integers_of, uploaded
 
 if TYPE_CHECKING:
     import torch
 
+_WIDEST_BYTES = 8
 #: Of the device's memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
 
@@ -70,43 +72,40 @@ class BlockCopies:
             self._event = None
 
     def _copy(self, indices: torch.Tensor, host_blocks: Int64Array) -> None:
-        """Gathers a sheet's rows, as many blocks at once as take little of the device's memory."""
-        for source, host, sheets in self._copies:
-            for sheet in sheets:
-                unit = unit_bytes(source, host, sheet)
-                places = (sheet.source, sheet.source_apart), (sheet.target, sheet.target_apart)
-                rows = _sheet_view(source, sheet, self._blocks, *places[0], unit)
-                into = _sheet_view(host, sheet, self._host_blocks, *places[1], unit)
-                at_once = max(1, _GATHERED_BYTES // (sheet.count * sheet.row_bytes))
+        """Gathers rows of as many blocks at once as take little of the device's memory."""
+        for source, host, all_rows in self._copies:
+            ends = gcd(_WIDEST_BYTES, source.data_ptr(), host.data_ptr())
+            for rows in all_rows:
+                unit = gcd(ends, *rows)  # the widest aligned items at both ends
+                blocks = _view(source, rows, self._blocks, rows.start, unit)
+                into = _view(host, rows, self._host_blocks, rows.target, unit)
+                at_once = max(1, _GATHERED_BYTES // rows.row_bytes)
                 for start in range(0, len(indices), at_once):
-                    found = rows.index_select(1, indices[start : start + at_once])
-                    self._put(found, into, host_blocks[start : start + at_once], sheet)
+                    found = blocks.index_select(0, indices[start : start + at_once])
+                    self._put(found, into, host_blocks[start : start + at_once])
 
-    def _put(
-        self, found: torch.Tensor, into: torch.Tensor, host_blocks: Int64Array, sheet: Sheet
-    ) -> None:
+    def _put(self, found: torch.Tensor, into: torch.Tensor, host_blocks: Int64Array) -> None:
         """Copies rows to their host blocks: those in one piece, where they follow one another."""
         is_broken = np.diff(host_blocks) != 1
-        if sheet.step_bytes != sheet.row_bytes:
+        if not into.is_contiguous():
             is_broken[:] = True
         borders = [0, *(np.flatnonzero(is_broken) + 1).tolist(), len(host_blocks)]
         for first, end in pairwise(borders):
             host_block = int(host_blocks[first])
-            for row in range(sheet.count):
-                into[row, host_block : host_block + end - first].copy_(
-                    found[row, first:end], non_blocking=self._streams is not None
-                )
+            into[host_block : host_block + end - first].copy_(
+                found[first:end], non_blocking=self._streams is not None
+            )
 
 
-def _sheet_view(
-    memory: torch.Tensor, sheet: Sheet, count: int, start: int, apart: int, unit_bytes: int
+def _view(
+    memory: torch.Tensor, rows: Rows, count: int, start: int, unit_bytes: int
 ) -> torch.Tensor:
-    """[row, block or host block, units] of so many blocks or host blocks."""
+    """[block or host block, units] of so many of them."""
     import torch
 
     return torch.empty(0, dtype=integers_of(unit_bytes), device=memory.device).set_(
         memory.untyped_storage(),
         start // unit_bytes,
-        (sheet.count, count, sheet.row_bytes // unit_bytes),
-        (apart // unit_bytes, sheet.step_bytes // unit_bytes, 1),
+        (count, rows.row_bytes // unit_bytes),
+        (rows.step_bytes // unit_bytes, 1),
     )

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.core.errors import RegistrationRefused
@@ -20,9 +19,6 @@ from kvpatch.geometry.tensor_facts import axes_nest, extent_bytes
 
 if TYPE_CHECKING:
     import torch
-
-
-_WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -92,38 +88,20 @@ class BlockTensor:
             )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The same run of bytes of every block of a storage.
+class Rows(NamedTuple):
+    """The same run of bytes of every block of a storage, and of every host block of its copy.
 
     Attributes:
-        start: offset of block 0's.
-        step_bytes: from block to block.
+        start: offset of block 0's, in the storage.
+        step_bytes: from block to block, and from host block to host block.
         row_bytes: of one.
+        target: offset of host block 0's, in the copy.
     """
 
     start: int
     step_bytes: int
     row_bytes: int
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """Rows that are evenly apart, in the storage and in its copy.
-
-    Attributes:
-        count: how many rows a block has in the sheet.
-        source, target: offset of the first row of block 0 and of host block 0.
-        source_apart, target_apart: bytes from one row of a block to its next.
-    """
-
-    count: int
-    source: int
-    source_apart: int
-    target: int
-    target_apart: int
-    step_bytes: int
-    row_bytes: int
+    target: int = 0
 
 
 class StorageCopy(NamedTuple):
@@ -131,7 +109,7 @@ class StorageCopy(NamedTuple):
 
     source: torch.Tensor
     host: torch.Tensor
-    sheets: tuple[Sheet, ...]
+    rows: tuple[Rows, ...]
 
 
 @dataclass(frozen=True)
@@ -140,12 +118,12 @@ class HostStorage:
 
     Attributes:
         size_bytes: of the copy.
-        sheets: what to copy.
+        rows: what to copy.
         places: of each layer's tensor: (offset in bytes, shape, strides in elements).
     """
 
     size_bytes: int
-    sheets: tuple[Sheet, ...]
+    rows: tuple[Rows, ...]
     places: Mapping[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
 
@@ -188,24 +166,23 @@ def host_storage(tensors: Sequence[BlockTensor], blocks: int, host_blocks: int) 
     Raises:
         RegistrationRefused: they are not laid out in blocks.
     """
-    rows = rows_of(tensors, blocks)
     alignment = max(tensor.item_bytes for tensor in tensors)
-    targets, end = [], 0
-    for row in rows:
-        targets.append(-(-end // alignment) * alignment)
-        end = targets[-1] + row.step_bytes * host_blocks
-    places = {t.layer: _place(t, rows, targets, host_blocks) for t in tensors}
-    return HostStorage(end, _sheets(rows, targets), places)
+    rows, end = [], 0
+    for row in rows_of(tensors, blocks):
+        rows.append(row._replace(target=-(-end // alignment) * alignment))
+        end = rows[-1].target + row.step_bytes * host_blocks
+    places = {tensor.layer: _place(tensor, rows, host_blocks) for tensor in tensors}
+    return HostStorage(end, tuple(rows), places)
 
 
 def _place(
-    tensor: BlockTensor, rows: Sequence[Rows], targets: Sequence[int], host_blocks: int
+    tensor: BlockTensor, rows: Sequence[Rows], host_blocks: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     begins = [row.start for row in rows]
     starts = {}
     for index, start in tensor.starts().items():
-        row = bisect_right(begins, start) - 1
-        starts[index] = targets[row] + start - begins[row]
+        row = rows[bisect_right(begins, start) - 1]
+        starts[index] = row.target + start - row.start
     outer = tensor.outer()
     origin = starts[(0,) * len(outer)]
     strides = list(tensor.strides)
@@ -224,49 +201,3 @@ def _place(
     shape = list(tensor.shape)
     shape[tensor.block_dimension] = host_blocks * tensor.parts
     return origin, tuple(shape), tuple(strides)
-
-
-def _sheets(rows: Sequence[Rows], targets: Sequence[int]) -> tuple[Sheet, ...]:
-    """Neighbouring rows of one size at one distance as one."""
-    found: list[Sheet] = []
-    for row, target in zip(rows, targets, strict=True):
-        last = found[-1] if found else None
-        if last is not None and _continues(last, row, target):
-            found[-1] = Sheet(
-                last.count + 1,
-                last.source,
-                (row.start - last.source) // last.count,
-                last.target,
-                (target - last.target) // last.count,
-                row.step_bytes,
-                row.row_bytes,
-            )
-        else:
-            found.append(Sheet(1, row.start, 0, target, 0, row.step_bytes, row.row_bytes))
-    return tuple(found)
-
-
-def _continues(sheet: Sheet, row: Rows, target: int) -> bool:
-    if (row.step_bytes, row.row_bytes) != (sheet.step_bytes, sheet.row_bytes):
-        return False
-    if sheet.count == 1:
-        return True
-    return (
-        row.start == sheet.source + sheet.count * sheet.source_apart
-        and target == sheet.target + sheet.count * sheet.target_apart
-    )
-
-
-def unit_bytes(source: torch.Tensor, host: torch.Tensor, sheet: Sheet) -> int:
-    """The widest aligned items that a sheet's rows are made of, at both ends."""
-    return gcd(
-        _WIDEST_BYTES,
-        source.data_ptr(),
-        host.data_ptr(),
-        sheet.source,
-        sheet.source_apart,
-        sheet.target,
-        sheet.target_apart,
-        sheet.step_bytes,
-        sheet.row_bytes,
-    )

@@ -22,7 +22,7 @@ from kvpatch.host_buffer.block_copies import BlockCopies
 from kvpatch.host_buffer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import as_integers
-from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, shown
+from kvpatch.transfer.storageless import fetch, has_storage, shown
 
 if TYPE_CHECKING:
     import torch
@@ -114,12 +114,11 @@ class HostPool:
                 )
             if storage is not None:
                 whole = storage_of(tensors[next(iter(copy.places))]).memory
-                copies.append(StorageCopy(whole, host, copy.sheets))
+                copies.append(StorageCopy(whole, host, copy.rows))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
-        self._copies: BlockCopies | StoragelessCopies
-        if len(copies) < len(storages):
-            self._copies = StoragelessCopies(tensors, self.tensors, block_dimensions, blocks)
-        else:
+        #: None where tensors have no storage.
+        self._copies: BlockCopies | None = None
+        if len(copies) == len(storages):
             self._copies = BlockCopies(copies, self._device, blocks, host_blocks)
         if not is_there_late:
             self._try()
@@ -136,14 +135,30 @@ class HostPool:
         """
         self._check(blocks, host_blocks)
         if blocks and self._is_tried:
-            self._copies.save(blocks, host_blocks)
+            self._copy(blocks, host_blocks)
         elif blocks:
             self._save_and_look(blocks, host_blocks)
             self._is_tried = True
 
     def settle(self) -> None:
         """Waits until all that was saved is in host memory."""
-        self._copies.settle()
+        if self._copies is not None:
+            self._copies.settle()
+
+    def _copy(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        import torch
+
+        if self._copies is not None:
+            self._copies.save(blocks, host_blocks)
+            return
+        for layer in {id(source): layer for layer, source in self._sources.items()}.values():
+            source, dimension = self._sources[layer], self._block_dimensions[layer]
+            parts = source.shape[dimension] // self._blocks
+            of, into = (kernel_blocks(ids, parts) for ids in (blocks, host_blocks))
+            found = fetch(source, dimension, of).movedim(0, dimension)
+            # Not every kind of numbers can be copied by index on every host.
+            target, numbers = as_integers(self.tensors[layer]), torch.from_numpy(into)
+            target.index_copy_(dimension, numbers, as_integers(found))
 
     def _check(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         distinct = len(set(host_blocks))
@@ -184,7 +199,7 @@ class HostPool:
             for here, there in pairs.values():
                 # Not by chance what is to come.
                 as_integers(there).copy_(as_integers(here).bitwise_not())
-            self._copies.save(blocks, host_blocks)
+            self._copy(blocks, host_blocks)
             self.settle()
             wrong = [
                 layer for layer, pair in pairs.items() if not torch.equal(*map(as_integers, pair))

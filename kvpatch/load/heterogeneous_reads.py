@@ -41,7 +41,6 @@ from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread, can_read_beside
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.unposted import Unposted
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.state import worker_state
 
@@ -168,7 +167,8 @@ class HeterogeneousReads:
             self._caches,
             ends,
             notification,
-            Unposted(wanted.direct, chunks),
+            wanted.direct,
+            chunks,
         )
         read.lifetime = lifetime
         read.tails, read.idle_until = wanted.tails, wanted.idle_until

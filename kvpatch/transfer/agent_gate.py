@@ -43,7 +43,7 @@ _STEP_ASIDE_SECONDS = 2e-5
 _MOST_UNANSWERED = 16
 
 
-class _Side:
+class EngineLock:
     """A lock of an engine's threads; the progress thread lets those go first that wait for it."""
 
     def __init__(self) -> None:
@@ -54,17 +54,25 @@ class _Side:
         #: The thread that is alone in it.
         self._inside: int | None = None
 
-    def call(self, made: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Takes the lock while inside, before the progress thread does; for an engine's thread."""
         if not self._lock.acquire(blocking=False):
             self._waiting.append(None)
             try:  # a signal's exception may end the wait
                 self._lock.acquire()
             finally:
                 self._waiting.pop()
+        before, self._inside = self._inside, get_ident()
         try:
-            return made(*args, **kwargs)
+            yield
         finally:
+            self._inside = before
             self._lock.release()
+
+    def call(self, made: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
+        with self.first():
+            return made(*args, **kwargs)
 
     def call_now(self, made: Callable[..., _Found], *args: Any) -> _Found | None:
         """None where somebody else is inside."""
@@ -112,22 +120,20 @@ class _Messages:
 
     def __init__(self) -> None:
         self.are_wanted = False
-        self._heard: deque[tuple[Any, Any]] = deque()
+        self._heard: deque[Mapping[Any, list[Any]]] = deque()
 
     def add(self, found: Mapping[Any, list[Any]]) -> None:
-        for sender, messages in found.items():
-            self._heard.extend((sender, message) for message in messages)
+        self._heard.append(found)
 
     def taken_with(self, found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
         """Returns all messages that were added, and behind them those that were found just now."""
         if not self._heard:
             return found
+        self._heard.append(found)
         taken: dict[Any, list[Any]] = {}
         while self._heard:
-            sender, message = self._heard.popleft()
-            taken.setdefault(sender, []).append(message)
-        for sender, messages in found.items():
-            taken.setdefault(sender, []).extend(messages)
+            for sender, messages in self._heard.popleft().items():
+                taken.setdefault(sender, []).extend(messages)
         return taken
 
 
@@ -135,10 +141,10 @@ class AgentGate:
     """The locks of one agent. Neither a step nor the progress thread waits for a handshake."""
 
     def __init__(self) -> None:
-        self._steps, self._handshakes = _Side(), _Side()
+        self._steps, self._handshakes = EngineLock(), EngineLock()
         self.messages = _Messages()
 
-    def side_of(self, name: str) -> _Side:
+    def side_of(self, name: str) -> EngineLock:
         """Returns the lock that an engine's call of that name takes."""
         return self._steps if name in STEP_CALLS else self._handshakes
 

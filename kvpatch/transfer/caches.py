@@ -7,11 +7,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.plane_copies import Reach, local_end, reach_of
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.copying_thread import Copy, CopyingThread
-from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
+from kvpatch.transfer.one_memory import Bytes, memory_at, storage_of, streams_of
 from kvpatch.transfer.place import PlaceOnDevice, place_in_host_memory, place_on_device
 from kvpatch.transfer.plane_bytes import Tails, zero_tokens
 
@@ -32,14 +31,9 @@ class Caches:
         self._stream: Any = None
 
     @cached_property
-    def _memory(self) -> Bytes | None:
-        """Returns the memory of all layers; None if a device's allocations cannot be one range."""
-        return one_memory(self._tensors.values())
-
-    @cached_property
     def _layers(self) -> dict[str, Bytes]:
         """Every layer's allocation; layers that share one share the view of it."""
-        return {layer: storage_of(tensor) for layer, tensor in self._tensors.items()}
+        return {layer: _bytes_of(tensor) for layer, tensor in self._tensors.items()}
 
     @cached_property
     def _place_on_device(self) -> PlaceOnDevice:
@@ -101,8 +95,7 @@ class Caches:
 
     def _copy(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> None:
         self._check_inside(placements)
-        wanted = placements if self._memory is None else merged(placements)
-        into = [(self._memory or self._layers[one.layer], one) for one in wanted]
+        into = [(self._layers[one.layer], one) for one in placements]
         if self.device.type == "cpu":
             landed = staging.numpy()
             for (address, cache), placement in into:
@@ -113,8 +106,6 @@ class Caches:
 
     def _check_inside(self, placements: Iterable[Placement]) -> None:
         """Refuses what would write outside its own layer's allocation, as it is now.
-
-        One range of memory bounds nothing: what lies between two layers may be anybody's.
 
         Raises:
             UnplannableCopy: one would not.
@@ -140,11 +131,7 @@ class Caches:
         for planes, tail in tails:
             for plane in planes:
                 self._check_range(plane.layer, *plane.span())
-            if self._memory is not None:
-                zero_tokens(self._memory, planes, tail)
-                continue
-            for plane in planes:
-                zero_tokens(self._layers[plane.layer], (plane,), tail)
+                zero_tokens(self._layers[plane.layer], plane, tail)
 
     def settle(self) -> None:
         if self._stream is not None:
@@ -159,6 +146,15 @@ class Caches:
         for copy in copies:
             if isinstance(copy, Copy):
                 copy.give_up()
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Returns all of a tensor's allocation, which must outlive what is returned."""
+    if tensor.device.type != "cpu":
+        return storage_of(tensor)
+    storage = tensor.untyped_storage()  # which torch resizes no more once numpy has seen it
+    address = storage.data_ptr()
+    return Bytes(address, memory_at(address, storage.nbytes(), tensor.device))
 
 
 def placing_on(device: torch.device) -> PlaceOnDevice:

@@ -24,19 +24,20 @@ class JoinedRead(OwnRead):
     is written to them any more.
 
     Args:
-        agent: takes staged reads for NIXL's own transfers.
+        agent: the NIXL agent that the reads use.
         reads: prepared, and not yet started.
         tell_others: tells the ranks of which nothing is read; called after the last byte.
     """
 
-    def __init__(self, agent: Any, reads: Sequence[Any], tell_others: Callable[[], None]) -> None:
-        self._agent = agent
-        self._reads = list(reads)
+    def __init__(
+        self, agent: Any, reads: Sequence[OwnRead], tell_others: Callable[[], None]
+    ) -> None:
+        self._errors = errors_of(agent)
+        self._reads = reads
         self._tell_others = tell_others
-        self._going: list[Any] = []
+        self._started: list[OwnRead] = []
         self._given_up: list[OwnRead] = []
-        self._has_failed = self._is_told = self._is_done = False
-        self._errors: tuple[type[Exception], ...] = errors_of(agent)
+        self._has_failed = self._is_told = self._is_released = False
 
     def start(self) -> str:
         """Starts all of them.
@@ -46,51 +47,41 @@ class JoinedRead(OwnRead):
         """
         for read in self._reads:
             try:
-                self._agent.transfer(read)
+                read.start()
             except self._errors:
-                self._fail()
-                if not self._going:
+                _LOG.warning("a read from one of several ranks failed", exc_info=True)
+                self._has_failed = True
+                if not self._started:
                     self.release()
                     raise
                 break
-            self._going.append(read)
+            self._started.append(read)
         return "PROC"
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``; one that has ended stays as it is."""
-        if self._is_done:
-            return "DONE"
-        for read in tuple(self._going):
-            try:
-                state = self._agent.check_xfer_state(read)
-            except self._errors:
-                self._fail()
-                state = "ERR"
-            if state == "PROC":
-                continue
-            self._going.remove(read)
+        states = [read.state() for read in self._started]
+        if "PROC" in states:
+            return "PROC"
+        for read, state in zip(self._started, states, strict=True):
             if state != "DONE" and not self._has_failed and read not in self._given_up:
                 _LOG.warning("a read from one of several ranks ended as %s", state)
                 self._has_failed = True
-        if self._going:
-            return "PROC"
         if self._has_failed:
             return "ERR"
         if not self._is_told:
             self._tell_others()
             self._is_told = True
-        if self._given_up:
-            return "ERR"
-        self._is_done = True
-        return "DONE"
+        return "ERR" if self._given_up else "DONE"
 
     def void(self) -> bool:
         """Voids those of these reads that go on; False if none does."""
-        self._given_up += [r for r in self._going if isinstance(r, OwnRead) and r.void()]
+        going = [read for read in self._started if read.state() == "PROC"]
+        self._given_up += [read for read in going if read.void()]
         return bool(self._given_up)
 
     def telemetry(self) -> Telemetry:
-        return sum_of(self._agent.get_xfer_telemetry(read) for read in self._reads)
+        return sum_of(read.telemetry() for read in self._reads)
 
     def release(self) -> None:
         """Lets go of all of them; a second time does nothing.
@@ -98,17 +89,14 @@ class JoinedRead(OwnRead):
         Raises:
             Exception: NIXL's, where one cannot be cancelled; the others have been let go of.
         """
-        reads, self._reads = self._reads, []
+        if self._is_released:
+            return
+        self._is_released = True
         failed: Exception | None = None
-        for read in reads:
+        for read in self._reads:
             try:
-                self._agent.release_xfer_handle(read)
+                read.release()
             except self._errors as error:
                 failed = error
         if failed is not None:
             raise failed
-
-    def _fail(self) -> None:
-        """Books the error that is being handled."""
-        _LOG.warning("a read from one of several ranks failed", exc_info=True)
-        self._has_failed = True

@@ -1,7 +1,7 @@
 """Places what has landed in a staging buffer: strided copies in local memory.
 
 One copy for every kind of segments (same offsets, same length) of a placement, over
-all of its blocks and layers at once. Numpy for host memory, where it is about twice as fast as
+all of its blocks at once. Numpy for host memory, where it is about twice as fast as
 torch, one launch of a kernel on GPUs with Triton (``placing_kernel``), and torch for everything
 else. On the host a run that is contiguous on both sides is one item of the copy, however long:
 numpy then moves it in one piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
-from kvpatch.geometry.segments import Numbers
+from kvpatch.geometry.segments import Numbers, SegmentKind
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import in_units, uploaded
@@ -42,7 +42,6 @@ class Side(NamedTuple):
         offset: of the first staged or local block's pattern, in bytes.
         step: bytes from one such block to the next.
         shape, strides: of the pattern, runs apart; bytes.
-        layers: (size, bytes from layer to layer) of each axis of layers.
     """
 
     offset: int
@@ -50,27 +49,6 @@ class Side(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     numbers: Numbers
-    layers: tuple[tuple[int, int], ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the sizes of the axes of layers, then those of the axes of blocks."""
-        return (*(size for size, _ in self.layers), *self.numbers.ids.shape)
-
-    def numbered(self) -> Side:
-        """Layers as numbers too, of a step that divides all distances.
-
-        To index a device's memory by such numbers is one launch, however far apart they are. It
-        is many where an axis reaches further than 2 GiB.
-        """
-        if not self.layers:
-            return self
-        step = gcd(self.step, *(stride for _, stride in self.layers)) or 1
-        ids = self.numbers.ids * (self.step // step)
-        for size, stride in reversed(self.layers):
-            along = np.arange(size, dtype=np.int64) * (stride // step)
-            ids = along.reshape(-1, *(1,) * ids.ndim) + ids
-        return self._replace(step=step, numbers=Numbers(ids), layers=())
 
 
 class Move(NamedTuple):
@@ -90,44 +68,38 @@ class Move(NamedTuple):
 def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
     """The strided copies of one placement into a cache that starts at ``cache_address``."""
     strides = placement.strides
-    theirs, ours = strides.token.remote_stride, strides.token.local_stride
+    origins = placement.staging_offset, placement.local_address - cache_address
     for kind in placement.segments.kinds:
-        run, unit, shape, source_strides, target_strides = _pattern(strides, kind.tokens)
-        source = placement.staging_offset + kind.remote_offset * theirs
-        target = placement.local_address - cache_address + kind.local_offset * ours
-        parts = (kind.parts,) if kind.parts > 1 else ()
-        # Parts are an axis of the pattern on the side where they share a block.
-        of = parts if kind.remote.ids.ndim == 1 else ()
-        into = parts if kind.local.ids.ndim == 1 else ()
-        apart = (kind.remote_step * theirs,), (kind.local_step * ours,)
-        layers_apart = (stride for axis in placement.layers for stride in axis[1:])
-        yield Move(
-            run,
-            gcd(unit, source, target, *apart[0], *apart[1], *layers_apart),
-            Side(
-                source,
-                strides.block.remote_stride,
-                of + shape,
-                (apart[0] if of else ()) + source_strides,
-                kind.remote,
-                tuple((axis.size, axis.remote_stride) for axis in placement.layers),
-            ),
-            Side(
-                target,
-                strides.block.local_stride,
-                into + shape,
-                (apart[1] if into else ()) + target_strides,
-                kind.local,
-                tuple((axis.size, axis.local_stride) for axis in placement.layers),
-            ),
+        run, unit, shape, inner = _pattern(strides, kind.tokens)
+        source, target = (
+            _side_of(kind, side, origins[side], strides, shape, inner[side]) for side in (0, 1)
         )
+        widest = gcd(unit, source.offset, target.offset, *source.strides, *target.strides)
+        yield Move(run, widest, source, target)
+
+
+def _side_of(
+    kind: SegmentKind,
+    side: int,
+    origin: int,
+    strides: CopyStrides,
+    shape: tuple[int, ...],
+    inner: tuple[int, ...],
+) -> Side:
+    """Returns the staged (0) or the local side (1) of a move."""
+    token, block = strides.token[1 + side], strides.block[1 + side]
+    numbers = kind.numbers[side]
+    if kind.parts > 1 and numbers.ids.ndim == 1:
+        # Parts are an axis of the pattern on the side where they share a block.
+        shape, inner = (kind.parts, *shape), (kind.steps[side] * token, *inner)
+    return Side(origin + kind.offsets[side] * token, block, shape, inner, numbers)
 
 
 @lru_cache(_KNOWN_PATTERNS)
 def _pattern(
     strides: CopyStrides, tokens: int
-) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(run, unit, shape, strides in the buffer, strides in the cache) of a segment."""
+) -> tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(run, unit, shape, strides in the buffer and in the cache) of a segment."""
     run, axes = contiguous(strides, tokens)
     axes.sort(key=lambda axis: -axis.local_stride)
     numbers = [run, strides.block.remote_stride, strides.block.local_stride]
@@ -136,8 +108,7 @@ def _pattern(
         run,
         gcd(_WIDEST_BYTES, *numbers),
         tuple(axis.size for axis in axes),
-        tuple(axis.remote_stride for axis in axes),
-        tuple(axis.local_stride for axis in axes),
+        (tuple(axis.remote_stride for axis in axes), tuple(axis.local_stride for axis in axes)),
     )
 
 
@@ -155,7 +126,7 @@ def place_in_host_memory(
     """
     for move in moves_of(placement, cache_address):
         item = _item(move.run_bytes, move.unit_bytes)
-        target = move.target.numbered()
+        target = move.target
         _rows(cache, item, target)[target.numbers.ids] = _lots(staging, item, move.source)
 
 
@@ -166,23 +137,15 @@ def _item(run_bytes: int, unit_bytes: int) -> np.dtype[Any]:
 
 
 def _lots(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
-    """[layers, lots, the pattern's axes]: a view where lots are evenly apart."""
+    """[lots, the pattern's axes]: a view where lots are evenly apart."""
+    numbers = side.numbers
+    if numbers.steps is None:
+        return _rows(memory, item, side)[numbers.ids]
+    first = side.offset + int(numbers.ids.flat[0]) * side.step
+    strides = (*(step * side.step for step in numbers.steps), *side.strides)
     found: npt.NDArray[Any]
-    steps = side.numbers.steps
-    if steps is None:
-        side = side.numbered()
-        found = _rows(memory, item, side)[side.numbers.ids]
-    else:
-        first, strides = _first_and_strides(side, steps)
-        found = np.ndarray((*side.sizes, *side.shape), item, memory.data, first, strides)
+    found = np.ndarray((*numbers.ids.shape, *side.shape), item, memory.data, first, strides)
     return found
-
-
-def _first_and_strides(side: Side, steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(offset of the first lot, strides of layers, lots and pattern) of lots evenly apart."""
-    first = side.offset + int(side.numbers.ids.flat[0]) * side.step
-    layers = (stride for _, stride in side.layers)
-    return first, (*layers, *(step * side.step for step in steps), *side.strides)
 
 
 def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
@@ -201,31 +164,17 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         into: each placement with the memory that it is in.
     """
     moves = [
-        (cache.memory, move, source, move.target.numbered())
+        (cache.memory, move)
         for cache, placement in into
         for move in moves_of(placement, cache.address)
-        for source in (
-            move.source.numbered() if move.source.numbers.steps is None else move.source,
-        )
     ]
-    numbers = [target.numbers for _, _, _, target in moves]
-    numbers += [source.numbers for _, _, source, _ in moves if source.numbers.steps is None]
-    indices = _uploaded(numbers, staging.device)
-    for memory, move, source, target in moves:
-        steps = source.numbers.steps
-        if steps is None:
-            found = _strided(staging, move, source.offset, *_all_rows(source))
-            found = found[indices[id(source.numbers)]]
-        else:
-            first, strides = _first_and_strides(source, steps)
-            found = _strided(staging, move, first, (*source.sizes, *source.shape), strides)
-        rows = _strided(memory, move, target.offset, *_all_rows(target))
-        _set_rows(rows, target.numbers, indices, found)
-
-
-def _all_rows(side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, strides) of [slot or block, the pattern's axes], up to the last that is asked for."""
-    return (side.numbers.end, *side.shape), (side.step, *side.strides)
+    sides = [side for _, move in moves for side in (move.source, move.target)]
+    distinct = list({id(side.numbers): side.numbers for side in sides}.values())
+    parts = uploaded([one.ids for one in distinct], staging.device)
+    indices = {id(one): part for one, part in zip(distinct, parts, strict=True)}
+    for memory, move in moves:
+        found = _strided(staging, move, move.source)[indices[id(move.source.numbers)]]
+        _set_rows(_strided(memory, move, move.target), move.target.numbers, indices, found)
 
 
 def _set_rows(
@@ -241,21 +190,12 @@ def _set_rows(
         rows[int(number)].copy_(found[place])
 
 
-def _uploaded(numbers: Sequence[Numbers], device: torch.device) -> dict[int, torch.Tensor]:
-    """Block numbers on a device by the id of who holds them, in one copy."""
-    distinct = list({id(one): one for one in numbers}.values())
-    parts = uploaded([one.ids for one in distinct], device)
-    return {id(one): part for one, part in zip(distinct, parts, strict=True)}
-
-
-def _strided(
-    memory: torch.Tensor, move: Move, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
-    """[..., units of a run], as a view of memory in units; ``offset`` and ``strides`` in bytes."""
+def _strided(memory: torch.Tensor, move: Move, side: Side) -> torch.Tensor:
+    """[staged or local block, the pattern's axes, units of a run]: memory, as a view in units."""
     unit = move.unit_bytes
     return in_units(memory, unit).as_strided(
-        (*shape, move.run_bytes // unit),
-        (*(stride // unit for stride in strides), 1),
+        (side.numbers.end, *side.shape, move.run_bytes // unit),
+        (*(stride // unit for stride in (side.step, *side.strides)), 1),
         # Counted from the start of the storage, of which this memory may be a part.
-        (memory.storage_offset() + offset) // unit,
+        (memory.storage_offset() + side.offset) // unit,
     )

@@ -155,7 +155,7 @@ def place_surely(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]])
 def is_right_on(device: torch.device) -> bool:
     """Returns True if the kernel runs on a device, and places there what indexing places.
 
-    It is tried on a small copy of every kind: layers evenly apart, tokens before heads into heads
+    It is tried on a small copy of every kind: two layers, tokens before heads into heads
     before tokens, and blocks of 6 tokens into blocks of 4.
     """
     import torch
@@ -170,9 +170,9 @@ def is_right_on(device: torch.device) -> bool:
     try:
         for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
             address = memory.data_ptr()
-            layers = (CopyAxis(2, 4 * 96, 6 * 64),)
-            placement = Placement("", 0, address, strides, segments, layers)
-            place(staging, [(Bytes(address, memory), placement)])
+            into = Bytes(address, memory)
+            layers = ((0, address), (4 * 96, address + 6 * 64))
+            place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
         is_right = bool(torch.equal(found, expected))
     except (RuntimeError, *_NO_KERNEL) as error:
         _LOG.warning(
@@ -217,9 +217,7 @@ def _axes_of(move: Move) -> list[_Axis]:
 
 
 def _strides_of(side: Side) -> Iterator[tuple[int, int, int]]:
-    """Yields (size, bytes, block numbers) of each axis: of layers, blocks, and the pattern."""
-    for size, stride in side.layers:
-        yield size, stride, 0
+    """Yields (size, bytes, block numbers) of each axis: of blocks, and the pattern."""
     shape = side.numbers.ids.shape
     for axis, size in enumerate(shape):
         yield size, 0, prod(shape[axis + 1 :])

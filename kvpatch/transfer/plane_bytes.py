@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,45 +74,30 @@ def plane_view(cache: torch.Tensor, plane: Plane) -> torch.Tensor:
     )
 
 
-def zero_tokens(cache: Bytes, planes: Iterable[Plane], tail: Segments) -> None:
+def zero_tokens(cache: Bytes, plane: Plane, tail: Segments) -> None:
     """Zeroes what a transfer leaves untouched in the last block: stale bytes can be NaN.
 
-    Planes that are strided alike and lie evenly apart are zeroed by one operation.
-
     Args:
-        cache: what the planes lie in.
+        cache: what the plane lies in.
         tail: local blocks and offsets (:func:`kvpatch.geometry.segments.uncovered_tail`).
 
     Raises:
-        UnplannableCopy: a plane has no such block or token.
+        UnplannableCopy: the plane has no such block or token.
     """
     if not len(tail):
         return
-    alike: dict[object, tuple[Plane, set[int]]] = {}
-    reach = reach_of(tail)[1]
-    for plane in planes:
-        counts = plane.counts
-        if (
-            reach.lowest < 0
-            or reach.end_block > counts.blocks
-            or reach.end_token > counts.block_tokens
-        ):
-            raise UnplannableCopy(
-                f"expected to zero tokens inside {plane}, found blocks up to "
-                f"{reach.end_block - 1}, tokens up to {reach.end_token - 1} in a block"
-            )
-        key = plane.content, counts, plane.strides_bytes, plane.tile, plane.item_bytes
-        alike.setdefault(key, (plane, set()))[1].add(plane.address)
-    for plane, addresses in alike.values():
-        rows = list(_token_rows(plane, tail))
-        head, channels = plane.axes[1], plane.channel_axes
-        for first, apart, count in _evenly_apart(sorted(addresses)):
-            for offset, tokens in rows:
-                axes = ((count, apart), head, *tokens, *channels, (plane.item_bytes, 1))
-                sizes, strides = zip(*axes, strict=True)
-                # Counted from the start of the storage, of which this memory may be a part.
-                start = cache.memory.storage_offset() + first - cache.address + offset
-                cache.memory.as_strided(sizes, strides, start).zero_()
+    counts, reach = plane.counts, reach_of(tail)[1]
+    if reach.lowest < 0 or reach.end_block > counts.blocks or reach.end_token > counts.block_tokens:
+        raise UnplannableCopy(
+            f"expected to zero tokens inside {plane}, found blocks up to "
+            f"{reach.end_block - 1}, tokens up to {reach.end_token - 1} in a block"
+        )
+    # Counted from the start of the storage, of which this memory may be a part.
+    start = cache.memory.storage_offset() + plane.address - cache.address
+    for offset, tokens in _token_rows(plane, tail):
+        axes = (plane.axes[1], *tokens, *plane.channel_axes, (plane.item_bytes, 1))
+        sizes, strides = zip(*axes, strict=True)
+        cache.memory.as_strided(sizes, strides, start + offset).zero_()
 
 
 def _token_rows(plane: Plane, tail: Segments) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -128,11 +112,3 @@ def _token_rows(plane: Plane, tail: Segments) -> Iterator[tuple[int, tuple[tuple
         for _, _, block, offset, tiles in part.segments.as_array().tolist():
             start = block * block_stride + offset * token + part.local_first * step
             yield start, ((tiles, token), (part.tokens, step))
-
-
-def _evenly_apart(addresses: Sequence[int]) -> Sequence[tuple[int, int, int]]:
-    """(first, bytes from one to the next, how many): all of them, or each by itself."""
-    apart = {after - before for before, after in pairwise(addresses)}
-    if len(apart) > 1:
-        return [(address, 0, 1) for address in addresses]
-    return [(addresses[0], next(iter(apart), 0), len(addresses))]

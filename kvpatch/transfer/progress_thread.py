@@ -10,16 +10,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from itertools import chain
-from queue import Empty
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock, RLock, Thread, current_thread
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from kvpatch.transfer.agent_gate import AgentGate
+from kvpatch.transfer.agent_gate import AgentGate, EngineLock
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.one_memory import streams_of
@@ -52,8 +49,6 @@ _MANY = 8
 _LONGEST_WORK_SECONDS = 1e-3
 _STOP_SECONDS = 10.0
 
-_Item = TypeVar("_Item")
-
 
 def can_read_beside(device: torch.device, caches: object = None) -> bool:
     """True if another thread than the engine's can place what was read.
@@ -65,59 +60,6 @@ def can_read_beside(device: torch.device, caches: object = None) -> bool:
     if isinstance(caches, StoragelessCaches) or device.type not in _DEVICES:
         return False
     return device.type == "cpu" or streams_of(device) is not None
-
-
-class Inbox(Generic[_Item]):
-    """Items in the order in which they were put; each is taken once, whoever takes it.
-
-    Not Python's own ``SimpleQueue``: up to Python 3.12 its ``get`` waits for ever, in spite of a
-    timeout, where that is over before the waiting has begun. Nor its ``Queue``, whose ``put`` waits
-    for itself where what is collected in the middle of one puts something too.
-    """
-
-    def __init__(self) -> None:
-        self._items: deque[_Item] = deque()
-        #: Released by who puts; taken by who has found nothing. One release may stand for several
-        #: items, or for one that was taken without waiting.
-        self._bell = Lock()
-        self._bell.acquire()
-
-    def put(self, item: _Item) -> None:
-        """Never waits. From any thread, and from whatever is collected in one."""
-        self._items.append(item)
-        try:
-            self._bell.release()
-        except RuntimeError:  # it was released already, and nobody has taken it since
-            return
-
-    def get(self, seconds: float) -> _Item:
-        """The first item, which is waited for.
-
-        Args:
-            seconds: for how long at most.
-
-        Raises:
-            Empty: there was none.
-        """
-        ends, left = monotonic() + seconds, seconds
-        while True:
-            for item in self.taken():
-                return item
-            if not self._bell.acquire(timeout=max(left, 0)):
-                raise Empty
-            left = ends - monotonic()
-
-    def taken(self) -> Iterator[_Item]:
-        """Items until there are none; none is waited for."""
-        while True:
-            try:
-                item = self._items.popleft()
-            except IndexError:
-                return
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 class ProgressThread:
@@ -139,21 +81,23 @@ class ProgressThread:
         self._pool = pool
         self._device = device
         self._gate = gate
-        #: Reads to begin with, and such as nobody wants any more.
-        self._inbox: Inbox[tuple[StagedRead, bool] | None] = Inbox()
+        #: (read, True) of those to begin with, (read, False) of those that nobody wants any more.
+        self._messages: deque[tuple[StagedRead, bool]] = deque()
+        #: Released to wake the thread up. Python's own queues do not do: up to Python 3.12 a
+        #: `SimpleQueue` may wait for ever in spite of a timeout, and a `Queue` for itself, where
+        #: what is collected in the middle of a `put` puts something too.
+        self._bell = Lock()
         self.copying: CopyingThread | None = None
         if device.type == "cpu" and len(cores_of_all_threads()) > 1:
-            self.copying = CopyingThread(wake=partial(self._inbox.put, None))
+            self.copying = CopyingThread(self.wake)
         #: All that are not over, and those among them that do not wait for others.
         self._reads: dict[int, StagedRead] = {}
         self._going: dict[int, StagedRead] = {}
         #: When all of them were last looked at.
         self._saw_all = 0.0
-        self._called: deque[object] = deque()
+        self._called: deque[int] = deque()
         #: Held while something is done for a read.
-        self._work = RLock()
-        #: One for each of the engine's threads that waits for it.
-        self._waiting: deque[None] = deque()
+        self._work = EngineLock()
         #: When it last gave up the interpreter's lock of its own accord.
         self._rested = 0.0
         self._start = RLock()
@@ -163,8 +107,19 @@ class ProgressThread:
         #: For good, and for now.
         self._is_stopped = self._is_ending = False
 
+    def wake(self) -> None:
+        """Makes the thread look again. Never waits; any thread may call it, a collector too."""
+        try:
+            self._bell.release()
+        except RuntimeError:  # it was released already, and nobody has taken it since
+            return
+
+    def _tell(self, read: StagedRead, *, is_wanted: bool) -> None:
+        self._messages.append((read, is_wanted))
+        self.wake()
+
     def add(self, read: StagedRead) -> None:
-        self._inbox.put((read, True))
+        self._tell(read, is_wanted=True)
         with self._start:
             if self._thread is not None or self._is_stopped:
                 return
@@ -181,32 +136,20 @@ class ProgressThread:
 
     def drop(self, read: StagedRead) -> None:
         """Makes the progress thread let go of a read that no step polls. Any thread may call it."""
-        self._inbox.put((read, False))
+        self._tell(read, is_wanted=False)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Keeps the progress thread from all reads while inside; copies that it handed over go on.
 
         For an engine's thread.
         """
-        if not self._work.acquire(blocking=False):
-            self._waiting.append(None)
-            try:  # a signal's exception may end the wait
-                self._work.acquire()
-            finally:
-                self._waiting.pop()
-        try:
-            yield
-        finally:
-            self._work.release()
+        return self._work.first()
 
     def go_on_with(self, read: StagedRead) -> str:
         """A read's state, after doing what can be done; inside :meth:`paused`, without a thread."""
         self._pool.called = None  # nobody takes them out
         self._called.clear()
-        for message in self._inbox.taken():
-            if message is not None:
-                self._book(*message)
+        self._book_all()
         state = read.state()
         if state != "PROC":
             self._forget(read)
@@ -237,7 +180,7 @@ class ProgressThread:
         is_own = thread is current_thread() or (self.copying and self.copying.is_current)
         if thread is None or not self.is_running or is_own:
             return  # what is collected on the thread may be the worker's agent
-        self._inbox.put(None)
+        self.wake()
         thread.join(_STOP_SECONDS)
         if thread.is_alive():
             _LOG.warning("the thread that reads did not end within %d s", _STOP_SECONDS)
@@ -277,7 +220,7 @@ class ProgressThread:
             came = monotonic()
             self._call_all(came)
             has_moved = self._move()
-            if has_moved and not self._inbox:
+            if has_moved and not self._messages:
                 wait = _FIRST_WAIT_SECONDS
                 continue
             # No more than a part of the time is spent on asking, however many there are. A round
@@ -288,7 +231,7 @@ class ProgressThread:
                 wait = _IDLE_SECONDS
             if not self._take(wait) and not self._reads:
                 with self._start:
-                    if not self._inbox:
+                    if not self._messages:
                         if self.copying is not None:
                             self.copying.settle()
                         self._thread, self.is_running = None, False
@@ -308,9 +251,7 @@ class ProgressThread:
             if is_long and monotonic() - self._rested > _LONGEST_WORK_SECONDS:
                 sleep(_STEP_ASIDE_SECONDS)  # who waits for the interpreter's lock gets it
                 self._rested = monotonic()
-            while self._waiting:
-                sleep(_STEP_ASIDE_SECONDS)
-            with self._work, self._free_for(read) as is_free:
+            with self._work.alone(), self._free_for(read) as is_free:
                 if not is_free:
                     continue
                 has_moved |= read.advance()
@@ -319,7 +260,7 @@ class ProgressThread:
                 elif read.is_queued:
                     self._going.pop(key, None)
         while self._called:
-            called = self._reads.get(id(self._called.popleft()))
+            called = self._reads.get(self._called.popleft())
             if called is not None and id(called) not in self._going:
                 self._going[id(called)] = called
                 has_moved = True
@@ -333,22 +274,28 @@ class ProgressThread:
         )
 
     def _take(self, seconds: float) -> bool:
-        """Takes what has come within a time; whether anything has."""
-        try:
-            first = self._inbox.get(seconds)
-        except Empty:
-            return False
-        for message in chain((first,), self._inbox.taken()):
-            if message is not None:
-                self._book(*message)
-        return True
+        """Takes what has come, or comes within a time; True if there was any."""
+        self._bell.acquire(blocking=False)  # it rang for what is taken now
+        if not self._messages:
+            self._bell.acquire(timeout=seconds)
+        return self._book_all()
+
+    def _book_all(self) -> bool:
+        has_come = False
+        while True:
+            try:
+                message = self._messages.popleft()
+            except IndexError:
+                return has_come
+            has_come = True
+            self._book(*message)
 
     def _book(self, read: StagedRead, is_wanted: bool) -> None:
         if is_wanted:
             self._reads[id(read)] = self._going[id(read)] = read
             return
         self._forget(read)
-        with self._work:
+        with self._work.alone():
             read.let_go()
 
     def _forget(self, read: StagedRead) -> None:

@@ -9,22 +9,24 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvpatch.core.errors import NothingToRead
+from kvpatch.geometry.direct_plan import Plan
+from kvpatch.geometry.segments import Int64Array
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
-from kvpatch.transfer.placements import Placements
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose, quarantine
+from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose
 from kvpatch.transfer.storageless import AnyCaches
 from kvpatch.transfer.telemetry import Tally, Telemetry
-from kvpatch.transfer.unposted import DirectRuns, Unposted
 
 _LOG = logging.getLogger("kvpatch.staging")
 
@@ -33,8 +35,12 @@ _LONG_SECONDS = 5e-3
 
 #: Of one read's posts that go straight to their places, which are all asked for.
 _MOST_DIRECT_FLIGHTS = 8
-#: Of one post, as ``unposted`` limits the runs of one.
+#: Of one post, so that the engine's own calls of NIXL wait for few.
 _MOST_DIRECT_BYTES = 32 * 1024**2
+_MOST_RUNS = 8192
+#: NIXL spreads a post of so many over the threads that a release asks it for, and reads a smaller
+#: one in the thread that posts, where the transport reads by itself (shared memory does).
+SPREAD_RUNS = 1024
 
 
 class _Flight(NamedTuple):
@@ -62,8 +68,9 @@ class StagedRead(OwnRead):
     told to cancel may still be written.
 
     Args:
-        unposted: what is read.
         caches: where chunks are placed.
+        direct: runs that go straight to their places; made as they are needed.
+        chunks: parts that go through the staging pool; made as they are needed.
     """
 
     def __init__(
@@ -73,24 +80,31 @@ class StagedRead(OwnRead):
         caches: AnyCaches,
         ends: Ends,
         notification: bytes,
-        unposted: Unposted,
+        direct: Iterable[Plan],
+        chunks: Iterator[Chunk],
     ) -> None:
         self._nixl = nixl
         self._pool = pool
         self._ends = ends
         self._notification = notification
-        self._unposted = unposted
+        self._direct, self._chunks = iter(direct), chunks
+        #: What is posted next; None before it begins, and where nothing is left.
+        self._runs: Plan | None = None
+        self._chunk: Chunk | None = None
         self._flights: list[_Flight] = []
-        self._landed: list[_Flight] = []
         self._failed_handles: list[Any] = []
         self._tally = Tally(nixl)
-        #: While it waits for the pool.
+        #: From its first request for space until it needs no more.
         self._turn: Turn | None = None
         self._stage = _Stage.NEW
         self._is_timed = False
         self.fate = Fate()
         self._errors = (*READ_ERRORS, *errors_of(nixl))
-        self._placing = Placements(caches, pool, self._errors)
+        self._caches = caches
+        #: Copies that are not over, and where they are made from.
+        self._copies: list[tuple[Callable[[], bool], Space | None]] = []
+        #: All copies come after the device work that was queued when it was admitted.
+        self._after: Any = None
         self.lifetime = Lifetime()
         #: Of another read of the request, where there is nothing to read here: the peer is told
         #: once that one is over.
@@ -109,7 +123,7 @@ class StagedRead(OwnRead):
 
     def admit(self) -> None:
         """Records what the device was told before; on the engine's thread."""
-        self._placing.mark()
+        self._after = self._caches.mark()
 
     def _begin(self) -> None:
         """Plans what goes straight to its place, and posts."""
@@ -118,9 +132,10 @@ class StagedRead(OwnRead):
             return
         try:
             if self.tails is not None:
-                self._placing.zero(self.tails())
-            self._unposted.plan()
-            if not (self._unposted.is_any or self.idle_until is not None):
+                self._copies.append((self._caches.zero(self.tails(), self._after), None))
+            self._next_runs()
+            self._next_chunk()
+            if not (self._is_any_left or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
         except self._errors:
             self._fail()
@@ -130,12 +145,13 @@ class StagedRead(OwnRead):
         return self.fate.outcome
 
     def settle(self) -> None:
-        self._placing.settle()
+        if self._copies:
+            self._caches.settle()
 
     @property
     def may_register(self) -> bool:
         """True if its next post may have the pool made, which registers memory."""
-        return self._unposted.chunk is not None and not self._pool.is_made
+        return self._chunk is not None and not self._pool.is_made
 
     @property
     def holds_nothing(self) -> bool:
@@ -146,7 +162,7 @@ class StagedRead(OwnRead):
     def is_queued(self) -> bool:
         """True if it can only wait for reads of the same peer that have asked before it."""
         turn = self._turn
-        return turn is not None and not (turn.is_first or self._flights or self._placing)
+        return turn is not None and not (turn.is_first or self._flights or self._copies)
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
@@ -171,13 +187,9 @@ class StagedRead(OwnRead):
         if self._waits_for_another:
             return False
         has_landed = self._land()
-        if has_landed or self._unposted.is_any:
-            self._is_failed_by_lease()
-        is_first = self._unposted.is_any and self._began is None
+        is_first = self._is_any_left and self._began is None
         if is_first and not self._may_begin() and self._goes_on:
             return False
-        while self._landed:
-            self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
         self._conclude()
@@ -216,9 +228,6 @@ class StagedRead(OwnRead):
         """
         self._give_up()
         self._give_back()
-        for space in [flight.space for flight in self._landed if flight.space is not None]:
-            self._pool.give(space)
-        self._landed.clear()
         self.lifetime.end(self._nixl)
         while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
             self._nixl.release_xfer_handle(self._failed_handles[-1])
@@ -253,12 +262,29 @@ class StagedRead(OwnRead):
         if self._stage is not _Stage.FAILED:
             self._stage = _Stage.GIVEN_UP
         self._stop()
-        self._placing.give_up()
+        if self._copies:
+            self._caches.give_up(is_placed for is_placed, _ in self._copies)
 
     def _stop(self) -> None:
-        self._pool.leave(self)
+        self._leave()
+        self._direct, self._chunks = iter(()), iter(())
+        self._runs = self._chunk = None
+
+    def _leave(self) -> None:
+        if self._turn is not None:
+            self._pool.leave(self._turn)
         self._turn = None
-        self._unposted.clear()
+
+    @property
+    def _is_any_left(self) -> bool:
+        """True if anything is still to be posted."""
+        return self._runs is not None or self._chunk is not None
+
+    def _next_runs(self) -> None:
+        self._runs = next((plan for plan in self._direct if len(plan)), None)
+
+    def _next_chunk(self) -> None:
+        self._chunk = next(self._chunks, None)
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -275,7 +301,7 @@ class StagedRead(OwnRead):
         Of a read that has something to post: if it is over now.
         """
         if self._goes_on:
-            landed = None if self._unposted.is_any else self._landed_at
+            landed = None if self._is_any_left else self._landed_at
             self.lifetime.expire(time.monotonic() if landed is None else landed)
         return self._is_failed_by_check()
 
@@ -286,7 +312,7 @@ class StagedRead(OwnRead):
 
     def _conclude(self) -> None:
         """Tells the peer and books the outcome, once there is nothing left to wait for."""
-        if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
+        if self._flights or self._copies or self._is_any_left or self.outcome != "PROC":
             return
         if self._waits_for_another:
             return
@@ -343,7 +369,8 @@ class StagedRead(OwnRead):
         return has_answered
 
     def _land(self) -> bool:
-        """Takes what has arrived out of what is on the wire; whether anything has."""
+        """Takes what has arrived off the wire, and has it placed; True if anything has."""
+        landed = []
         for flight in tuple(self._flights):
             try:
                 state = self._nixl.check_xfer_state(flight.handle)
@@ -355,11 +382,15 @@ class StagedRead(OwnRead):
             self._flights.remove(flight)
             if state == "DONE":
                 self._landed_at = time.monotonic()
-                self._landed.append(flight)
+                landed.append(flight)
                 self._let_go(flight.handle)
             else:
                 self._lose(flight, state)
-        return bool(self._landed)
+        if landed or self._is_any_left:
+            self._is_failed_by_lease()
+        for flight in landed:
+            self._place(flight)
+        return bool(landed)
 
     def _let_go(self, handle: Any) -> None:
         """Counts a transfer that is done, and releases it."""
@@ -382,7 +413,7 @@ class StagedRead(OwnRead):
         if flight.space is None:
             self._failed_handles.append(flight.handle)
         else:
-            quarantine(self._nixl, flight.handle, self._pool, flight.space, self._ends.agent)
+            lose(self._nixl, flight.handle, self._pool, flight.space, self._ends.agent)
 
     def _place(self, flight: _Flight) -> None:
         if flight.chunk is None or flight.space is None:
@@ -391,22 +422,31 @@ class StagedRead(OwnRead):
             self._pool.give(flight.space)
             return
         try:
-            self._placing.place(flight.space, flight.chunk.placements)
+            memory = self._pool.memory(flight.space)
+            is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
         except self._errors:
             self._fail()
+            self._caches.settle()
+            self._pool.give(flight.space)
+        else:
+            self._copies.append((is_placed, flight.space))
 
     def _give_back(self) -> bool:
-        """Frees the space of what has been placed; whether there was any."""
-        has_failed = False
-        while True:
+        """Frees the space of what has been placed; True if there was any."""
+        before = len(self._copies)
+        for is_placed, space in tuple(self._copies):
             try:
-                return self._placing.give_back() or has_failed
+                if not is_placed():
+                    continue
             except self._errors:
                 self._fail()
-                has_failed = True
+            self._copies.remove((is_placed, space))
+            if space is not None:
+                self._pool.give(space)
+        return len(self._copies) < before
 
     def _post_more(self) -> bool:
-        if not self._unposted.is_any:
+        if not self._is_any_left:
             return False
         try:
             return self._post()
@@ -416,46 +456,50 @@ class StagedRead(OwnRead):
 
     def _post(self) -> bool:
         """Posts one transfer, if there is room for it; whether there was."""
-        runs = self._unposted.runs
-        has_posted = self._post_chunk() if runs is None else self._post_runs(runs)
-        if has_posted and self._unposted.chunk is None:
-            self._pool.leave(self)
+        has_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
+        if has_posted and self._chunk is None:
+            self._leave()
         return has_posted
 
-    def _post_runs(self, runs: DirectRuns) -> bool:
+    def _post_runs(self, runs: Plan) -> bool:
         """Posts runs that go straight to their places, where few are on the wire.
 
         They wait for what the device was told before the read began. With async scheduling a step
         may still be queued that writes a token into blocks which were freed after it was launched:
         it would write over what the read has brought.
         """
-        if not self._placing.may_write:
+        if self._after is not None and not self._after.query():
             return False
         if len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
-        is_spread = self._pool.has_threads
-        remote, local, length = runs.take(_MOST_DIRECT_BYTES, is_spread=is_spread)
-        handle = prepare_read(self._nixl, self._ends, remote, local, length)
-        if self._launch(handle, None, None) == "DONE" and int(length.sum()) > _MOST_DIRECT_BYTES:
+        count = runs_of_a_post(runs.length, is_spread=self._pool.has_threads)
+        part = runs.part(0, count)
+        handle = prepare_read(
+            self._nixl, self._ends, part.remote_address, part.local_address, part.length
+        )
+        is_over = self._launch(handle, None, None) == "DONE"
+        if is_over and int(part.length.sum()) > _MOST_DIRECT_BYTES:
             self._pool.has_threads = False  # this thread has read all of it, in NIXL's agent
-        if runs.is_over:
-            self._unposted.next_runs()
+        if count < len(runs):
+            self._runs = runs.part(count, len(runs))
+        else:
+            self._next_runs()
         return True
 
     def _post_chunk(self) -> bool:
         """Posts the next chunk, where there is room for it; whether there was."""
-        chunk = self._unposted.chunk
+        chunk = self._chunk
         if chunk is None:
             return False
         on_wire = sum(flight.chunk is not None for flight in self._flights)
         if on_wire >= self._pool.chunks_on_wire:
             return False
         peer = self._ends.engine or self._ends.agent  # whose ranks hang together
-        space = self._pool.take(self, peer, chunk.buffer_bytes)
+        if self._turn is None:
+            self._turn = self._pool.line_up(id(self), peer)
+        space = self._pool.take(self._turn, chunk.buffer_bytes)
         if space is None:
-            self._turn = self._pool.turn(self)
             return False
-        self._turn = None
         try:
             landing = self._pool.memory(space).data_ptr()
             handle = prepare_read(
@@ -469,7 +513,7 @@ class StagedRead(OwnRead):
             self._pool.give(space)
             raise
         self._launch(handle, chunk, space)
-        self._unposted.next_chunk()
+        self._next_chunk()
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:
@@ -477,3 +521,20 @@ class StagedRead(OwnRead):
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
         return self._nixl.transfer(handle)
+
+
+def runs_of_a_post(length: Int64Array, *, is_spread: bool) -> int:
+    """Counts the first runs that one post takes, of so many bytes each; one at least.
+
+    They come to ``_MOST_DIRECT_BYTES`` at most, or up to four times as many where that makes them
+    enough to be spread.
+
+    Args:
+        is_spread: True if NIXL has threads to spread them over.
+    """
+    ends = np.cumsum(length[:_MOST_RUNS])
+    most = np.array([_MOST_DIRECT_BYTES, 4 * _MOST_DIRECT_BYTES])
+    count, more = np.searchsorted(ends, most, side="right").tolist()
+    if is_spread and count < SPREAD_RUNS <= more:
+        count = SPREAD_RUNS
+    return max(1, int(count))

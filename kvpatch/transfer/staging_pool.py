@@ -6,10 +6,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 from kvpatch.core.errors import PoolExhausted
 from kvpatch.observe.book import Book
@@ -93,44 +91,24 @@ class _Lost(NamedTuple):
 
 
 class Turn:
-    """A reader's place among those of its peer; weak, for a release may drop a read.
+    """A reader's place among those of its peer.
 
     Attributes:
-        is_first: of its peer. Who is not need not ask for space: a step asks thousands.
-        has_taken: whether it had space before; and
-        is_waiting: whether it waits for the first.
+        reader: the number by which the progress thread knows the reader.
+        is_first: True once it is the first of its peer. Others need not ask for space: a step asks
+            thousands.
+        has_left: True once it needs no more space.
+        has_taken: True if it had space before.
+        is_waiting: True if it waits for the first.
     """
 
-    __slots__ = (
-        "_reader",
-        "has_left",
-        "has_taken",
-        "is_first",
-        "is_waiting",
-        "key",
-        "number",
-        "peer",
-    )
+    __slots__ = ("has_left", "has_taken", "is_first", "is_waiting", "number", "peer", "reader")
 
-    def __init__(self, reader: object, peer: str, number: int) -> None:
-        self._reader = ref(reader)
-        self.key = id(reader)
+    def __init__(self, reader: int, peer: str, number: int) -> None:
+        self.reader = reader
         self.peer = peer
         self.number = number
         self.is_first = self.has_left = self.is_waiting = self.has_taken = False
-
-    @property
-    def reader(self) -> object:
-        """Returns the reader that waits in this place; None if it was dropped."""
-        return self._reader()
-
-    def is_of(self, reader: object) -> bool:
-        """True if it is this one's; another one can have the id of one that was dropped."""
-        return self._reader() is reader
-
-    @property
-    def is_over(self) -> bool:
-        return self.has_left or self._reader() is None
 
 
 class StagingPool:
@@ -169,15 +147,12 @@ class StagingPool:
         self._make = make
         self._buffer: torch.Tensor | None = None
         self._numbers = count()
-        self._turns: dict[int, Turn] = {}
         self._queues: dict[str, deque[Turn]] = {}
-        #: The first of each peer that holds nothing, in the order of asking; and others.
-        self._idle: list[tuple[int, Turn]] = []
         self._held: dict[str, int] = {}
         self._owner: dict[Space, str] = {}
-        self._lost: deque[_Lost] = deque()
-        #: Where those are put who have become the first of their peer, if somebody takes them out.
-        self.called: deque[object] | None = None
+        self._lost: list[_Lost] = []
+        #: Readers that have become the first of their peer, if somebody takes them out.
+        self.called: deque[int] | None = None
         self.waiting = self.waits = 0
         self.has_threads = True
 
@@ -205,16 +180,20 @@ class StagingPool:
         book.show(POOL_WAITING, self.waiting, rank)
         book.show(POOL_WAITS, self.waits)
 
-    def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
-        """Space for a chunk of ``reader``; None where it has to wait and ask again.
+    def line_up(self, reader: int, peer: str) -> Turn:
+        """Returns a reader's place behind those that have asked before."""
+        turn = Turn(reader, peer, next(self._numbers))
+        self._queues.setdefault(peer, deque()).append(turn)
+        return turn
+
+    def take(self, turn: Turn, size_bytes: int) -> Space | None:
+        """Returns space for a chunk; None where its reader has to wait and ask again.
 
         Raises:
             PoolExhausted: it would wait for ever.
         """
         self.recover()
-        turn = self._turns.get(id(reader))
-        if turn is None or not turn.is_of(reader):
-            turn = self._line_up(reader, peer)
+        peer = turn.peer
         may_take = self._is_next(turn) and self._is_within_share(peer, size_bytes)
         space = self._space(size_bytes) if may_take else None
         if space is None:
@@ -236,25 +215,11 @@ class StagingPool:
         self.waiting -= turn.is_waiting
         turn.is_waiting = False
 
-    def turn(self, reader: object) -> Turn | None:
-        """The place of a reader that has asked for space and waits."""
-        turn = self._turns.get(id(reader))
-        return turn if turn is not None and turn.is_of(reader) else None
-
-    def _line_up(self, reader: object, peer: str) -> Turn:
-        self._leave(id(reader))
-        turn = self._turns[id(reader)] = Turn(reader, peer, next(self._numbers))
-        self._queues.setdefault(peer, deque()).append(turn)
-        return turn
-
     def _first(self, peer: str) -> Turn | None:
         """Returns the turn that has waited longest among a peer's, and marks it as the first."""
         queue = self._queues.get(peer)
-        while queue and queue[0].is_over:
-            turn = queue.popleft()
-            self._end_wait(turn)
-            if self._turns.get(turn.key) is turn:
-                del self._turns[turn.key]
+        while queue and queue[0].has_left:
+            queue.popleft()
         if not queue:
             self._queues.pop(peer, None)
             return None
@@ -262,24 +227,14 @@ class StagingPool:
             queue[0].is_first = True
             if self.called is not None:
                 self.called.append(queue[0].reader)
-            self._offer(queue[0])
         return queue[0]
 
-    def _offer(self, turn: Turn) -> None:
-        if not self._held.get(turn.peer):
-            heappush(self._idle, (turn.number, turn))
-
     def _is_next(self, turn: Turn) -> bool:
-        """True if nobody asked before who could take space now."""
+        """True if no reader asked before that could take space now."""
         if self._first(turn.peer) is not turn:
             return False
-        while self._idle:
-            number, first = self._idle[0]
-            if not first.is_over and not self._held.get(first.peer):
-                return turn.number <= number
-            heappop(self._idle)
-            self._first(first.peer)
-        return True
+        idle = (self._first(peer) for peer in tuple(self._queues) if not self._held.get(peer))
+        return all(first is None or first.number >= turn.number for first in idle)
 
     def _is_within_share(self, peer: str, size_bytes: int) -> bool:
         """True if a peer leaves as much free as it holds, what its failed transfers hold included.
@@ -328,16 +283,11 @@ class StagingPool:
         return buffer
 
     def _check_lost(self, size_bytes: int) -> None:
-        """Looks whether somebody will give back.
+        """Refuses to wait where nothing will be given back.
 
         Raises:
             PoolExhausted: all that is taken is lost.
         """
-        for _ in range(len(self._lost)):
-            before = len(self._lost)
-            self.recover()
-            if len(self._lost) < before:
-                return
         if self._lost and self.taken_bytes <= self.lost_bytes:
             raise self._exhausted(size_bytes)
 
@@ -349,16 +299,11 @@ class StagingPool:
             "give it a larger KVPATCH_STAGING_BYTES",
         )
 
-    def leave(self, reader: object) -> None:
+    def leave(self, turn: Turn) -> None:
         """Takes a reader out of the queue: it needs no more space."""
-        self._leave(id(reader))
-
-    def _leave(self, key: int) -> None:
-        turn = self._turns.pop(key, None)
-        if turn is not None:
-            turn.has_left = True
-            self._end_wait(turn)
-            self._first(turn.peer)
+        turn.has_left = True
+        self._end_wait(turn)
+        self._first(turn.peer)
 
     def give(self, space: Space) -> None:
         self._disown(space)
@@ -371,19 +316,16 @@ class StagingPool:
         self._held[peer] -= space.end - space.start
         if not self._held[peer]:
             del self._held[peer]
-            first = self._first(peer)
-            if first is not None:
-                self._offer(first)
 
-    def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
-        """Leaves a space taken until the transfer that may still write to it is over."""
-        self._lost.append(_Lost(space, is_over))
+    def lose(self, space: Space, is_over: Callable[[], bool], *, has_failed: bool = False) -> None:
+        """Leaves a space taken until the transfer that may still write to it is over.
 
-    def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
-        """Does :meth:`lose` for a failed transfer: its peer's other reads do not wait for it."""
-        peer = self._owner.get(space)
-        self._disown(space)
-        self._lost.append(_Lost(space, is_over, peer))
+        Other reads of the same peer do not wait for one that has failed.
+        """
+        failed_peer = self._owner.get(space) if has_failed else None
+        if has_failed:
+            self._disown(space)
+        self._lost.append(_Lost(space, is_over, failed_peer))
 
     def memory(self, space: Space) -> torch.Tensor:
         """The bytes of a space that was taken."""
@@ -392,13 +334,11 @@ class StagingPool:
         return self._buffer[space.start : space.end]
 
     def recover(self) -> None:
-        """Looks at what was lost for the longest time, and goes on where that is over."""
-        for _ in range(len(self._lost)):
-            first = self._lost.popleft()
-            if not first.is_over():
-                self._lost.append(first)
-                return
-            self.give(first.space)
+        """Frees what was lost to transfers that are over now."""
+        for one in tuple(self._lost):
+            if one.is_over():
+                self._lost.remove(one)
+                self.give(one.space)
 
 
 def out_of_memory() -> tuple[type[Exception], ...]:
@@ -408,28 +348,27 @@ def out_of_memory() -> tuple[type[Exception], ...]:
     return MemoryError, torch.OutOfMemoryError
 
 
-def lose(nixl: Any, handle: Any, pool: StagingPool, space: Space) -> None:
-    """Keeps the space of a transfer that was given up until that is over."""
-    _LOG.debug("a read that was given up still holds %s of the pool", space)
-    pool.lose(space, _Over(nixl, handle))
-
-
-def quarantine(nixl: Any, handle: Any, pool: StagingPool, space: Space, agent: str) -> None:
-    """Keeps the space of a transfer that failed for a time: NIXL does not say when it is over.
+def lose(
+    nixl: Any, handle: Any, pool: StagingPool, space: Space, failed_agent: str | None = None
+) -> None:
+    """Keeps the space of a transfer that nobody waits for until that is over.
 
     Args:
-        agent: the peer that was read from.
+        failed_agent: the peer that was read from, of a transfer that has failed. Its space is kept
+            for a time: NIXL does not say when it is over.
     """
-    pool.quarantine(space, _Over(nixl, handle, has_failed=True))
-    _LOG.warning(
-        "%d bytes of the staging pool, which a read from %s that failed may still write "
-        "to, are not used for %d s; that is so of %d of its %d bytes",
-        space.end - space.start,
-        agent,
-        _QUARANTINE_SECONDS,
-        pool.lost_bytes,
-        pool.size_bytes,
-    )
+    has_failed = failed_agent is not None
+    pool.lose(space, _Over(nixl, handle, has_failed=has_failed), has_failed=has_failed)
+    if has_failed:
+        _LOG.warning(
+            "%d bytes of the staging pool, which a read from %s that failed may still write "
+            "to, are not used for %d s; that is so of %d of its %d bytes",
+            space.end - space.start,
+            failed_agent,
+            _QUARANTINE_SECONDS,
+            pool.lost_bytes,
+            pool.size_bytes,
+        )
 
 
 class _Over:
@@ -444,15 +383,12 @@ class _Over:
         self._until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
 
     def __call__(self) -> bool:
-        if self._handle is None:
-            return True
         if self._until is None and not self._has_ended():
             return False
         if self._until is not None and time.monotonic() < self._until:
             return False
-        handle, self._handle = self._handle, None
         try:
-            self._nixl.release_xfer_handle(handle)
+            self._nixl.release_xfer_handle(self._handle)
         except errors_of(self._nixl):
             _LOG.debug("a transfer that was given up could not be released", exc_info=True)
         return True

@@ -15,14 +15,14 @@ It may also make one NaN of all: what is no number stays none, and has other bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
+from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.caches import Caches, done
 from kvpatch.transfer.one_memory import storage_of
@@ -99,42 +99,6 @@ def _numbers(tensor: torch.Tensor, blocks: Int64Array) -> torch.Tensor:
     count = 1 << (len(blocks) - 1).bit_length()
     padded = np.concatenate((blocks, np.repeat(blocks[-1:], count - len(blocks))))
     return torch.from_numpy(padded).to(tensor.device)
-
-
-class StoragelessCopies:
-    """Copies whole blocks of every distinct tensor into host blocks; done when it returns.
-
-    Args:
-        sources, targets: every layer's on the device and in the pool.
-        block_dimensions, blocks: as for :class:`kvpatch.host_buffer.host_pool.HostPool`.
-    """
-
-    def __init__(
-        self,
-        sources: Mapping[str, torch.Tensor],
-        targets: Mapping[str, torch.Tensor],
-        block_dimensions: Mapping[str, int],
-        blocks: int,
-    ) -> None:
-        distinct = {id(source): layer for layer, source in sources.items()}
-        self._pairs = [
-            (sources[layer], targets[layer], block_dimensions[layer]) for layer in distinct.values()
-        ]
-        self._blocks = blocks
-
-    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        import torch
-
-        for source, target, dimension in self._pairs:
-            parts = source.shape[dimension] // self._blocks
-            of, into = (kernel_blocks(ids, parts) for ids in (blocks, host_blocks))
-            found = fetch(source, dimension, of).movedim(0, dimension)
-            # Not every kind of numbers can be copied by index on every host.
-            numbers = torch.from_numpy(into)
-            as_integers(target).index_copy_(dimension, numbers, as_integers(found))
-
-    def settle(self) -> None:
-        """Does nothing: all copies are over already."""
 
 
 class StoragelessCaches:
@@ -229,7 +193,7 @@ class StoragelessCaches:
         blocks = fetch(tensor, dimension, touched)
         counts = plane.counts._replace(blocks=len(touched))
         place = replace(plane, address=plane.address + blocks.data_ptr(), counts=counts)
-        zero_tokens(storage_of(blocks), (place,), _renumbered(tail, touched))
+        zero_tokens(storage_of(blocks), place, _renumbered(tail, touched))
         store(tensor, dimension, touched, blocks)
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.direct_plan import Plan, plan_parts, plan_runs
 from kvpatch.geometry.plane_copies import copies_between
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
-from kvpatch.transfer.unposted import SPREAD_RUNS, DirectRuns, Unposted
+from kvpatch.transfer.staged_read import SPREAD_RUNS, runs_of_a_post
 
 from .test_direct_plan import DRAM, SOURCE, transfers
 from .whole_caches import CacheSizes, named_layout
@@ -83,30 +83,10 @@ def test_a_post_takes_enough_runs_to_be_spread(
     run_bytes: int, count: int, taken: list[int]
 ) -> None:
     plan = _plan(count, run_bytes)
-    runs = DirectRuns(plan)
-    found = []
-    while not runs.is_over:
-        found.append(Plan(*runs.take(32 << 20)))
+    found, left = [], plan
+    while len(left):
+        found.append(left.part(0, runs_of_a_post(left.length, is_spread=True)))
+        left = left.part(len(found[-1]), len(left))
     assert [len(part) for part in found] == taken
     assert _joined(found) == _joined([plan])
     assert SPREAD_RUNS == 1024
-
-
-def test_plans_are_made_one_after_another() -> None:
-    made = []
-
-    def plans() -> Any:
-        for number in range(3):
-            made.append(number)
-            yield _plan(number % 2, 4)  # the first and the last have no runs
-
-    unposted = Unposted(plans(), iter(()))
-    assert made == []
-    unposted.plan()
-    assert made == [0, 1] and unposted.is_any
-    unposted.next_runs()
-    assert made == [0, 1, 2] and not unposted.is_any
-    unposted = Unposted(plans(), iter(()))
-    unposted.clear()
-    unposted.plan()
-    assert not unposted.is_any

@@ -139,9 +139,9 @@ def test_parts_of_one_block_are_one_kind(remote, local):
     )
     (kind,) = segments.kinds
     assert (kind.parts, kind.tokens) == (4, 32)
-    assert (kind.remote_step, kind.local_step) == ((32, 0) if remote > local else (0, 32))
-    assert kind.remote.ids.shape == ((4,) if remote > local else (4, 4))
-    assert kind.local.ids.shape == ((4, 4) if remote > local else (4,))
+    assert kind.steps == ((32, 0) if remote > local else (0, 32))
+    assert kind.numbers[0].ids.shape == ((4,) if remote > local else (4, 4))
+    assert kind.numbers[1].ids.shape == ((4, 4) if remote > local else (4,))
 
 
 def test_a_part_that_is_not_read_leaves_the_others_together():
@@ -149,7 +149,8 @@ def test_a_part_that_is_not_read_leaves_the_others_together():
         BlockList(np.array([5, 2, 9]), 128), BlockList(np.arange(12), 32), 32, 384
     )
     found = {
-        (kind.parts, *kind.remote.ids.tolist()): kind.local.ids.tolist() for kind in segments.kinds
+        (kind.parts, *kind.numbers[0].ids.tolist()): kind.numbers[1].ids.tolist()
+        for kind in segments.kinds
     }
     assert found == {
         (1, 2, 9): [4, 8],

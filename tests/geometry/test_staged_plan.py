@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Segments, pair_blocks
@@ -48,10 +47,8 @@ def chunks_of(
     return list(plan_chunks([Share(segments, overlaps)], limit))
 
 
-def do(
-    chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str, is_merged: bool = True
-) -> None:
-    """Reads each chunk into a buffer of noise, then places it, like layers together or not."""
+def do(chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str) -> None:
+    """Reads each chunk into a buffer of noise, then places it."""
     for number, planned in enumerate(chunks):
         buffer = bytearray(noise(100 + number, planned.buffer_bytes))
         landed: set[int] = set()
@@ -70,9 +67,8 @@ def do(
             buffer[offset : offset + length] = source[start : start + length]
         staging = np.frombuffer(buffer, dtype=np.uint8)
         cache = np.frombuffer(target, dtype=np.uint8)
-        placements = merged(planned.placements) if is_merged else planned.placements
         if way == "numpy":
-            for placement in placements:
+            for placement in planned.placements:
                 place_in_host_memory(staging, cache, TARGET, placement)
         else:
             # As in a pool: a part of a larger buffer, behind other chunks.
@@ -80,14 +76,12 @@ def do(
             into = Bytes(TARGET, torch.from_numpy(cache))
             is_kernel = way == "triton"
             place = interpreted_kernel().place_by_kernel if is_kernel else place_on_device
-            place(pool[64:], [(into, placement) for placement in placements])
+            place(pool[64:], [(into, placement) for placement in planned.placements])
 
 
-@given(transfers(), st.booleans(), st.booleans(), st.integers(0, 3))
+@given(transfers(), st.booleans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_any_two_geometries_in_rounds(
-    drawn: Any, together: bool, is_merged: bool, more_blocks: int
-) -> None:
+def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: int) -> None:
     """Whatever the size of the chunks: every item in its place, nothing else touched."""
     remote, local, first, end = drawn
     source, expected = expected_of(remote, local, range(first, end))
@@ -99,7 +93,7 @@ def test_any_two_geometries_in_rounds(
         assert all(planned.buffer_bytes <= limit for planned in chunks)
         for way in ("numpy", "torch", "triton"):
             found = bytearray(noise(2, local.total_bytes))
-            do(chunks, source, found, way, is_merged)
+            do(chunks, source, found, way)
             assert found == expected, way
     if first < end:  # the comparison can fail: a copy that is not done is noticed
         assert noise(2, local.total_bytes) != bytes(expected)

@@ -178,9 +178,9 @@ def _filled(rows: np.ndarray, blocks: BlockList, tokens: range) -> list[tuple[An
     ]  # fmt: skip
 
 
-@given(pairs(), st.sampled_from(["direct", "numpy", "torch"]), st.booleans())
+@given(pairs(), st.sampled_from(["direct", "numpy", "torch"]))
 @settings(max_examples=250, deadline=None)
-def test_every_token_in_its_place(drawn: Any, way: str, is_merged: bool) -> None:
+def test_every_token_in_its_place(drawn: Any, way: str) -> None:
     """Between tiles, rows and columns: the request's tokens, zeros behind them, nothing else."""
     (p_order, p_tokens, remote), (d_order, d_tokens, local), first, end = drawn
     end = min(end, remote.end_token, local.end_token)
@@ -203,7 +203,7 @@ def test_every_token_in_its_place(drawn: Any, way: str, is_merged: bool) -> None
     segments, tail = pair_blocks(remote, local, first, end), uncovered_tail(local, end)
     plan = plan_copy(segments, p.planes, d.planes, tail)
     if way != "direct":
-        do(chunks_of(p, d, segments), source, found, way, is_merged)
+        do(chunks_of(p, d, segments), source, found, way)
         plan = replace(plan_copy(tail, d.planes, d.planes, tail), length=plan.length[:0],
                        remote_address=plan.length[:0], local_address=plan.length[:0])  # fmt: skip
     execute(plan, source, SOURCE, found, TARGET)

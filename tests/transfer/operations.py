@@ -1,34 +1,21 @@
-"""Counts the operations that a device is asked for, to place what a request has read.
-
-An operation costs a device's thread its launch, about 10 us, whatever it copies. The plans are a
-worker's own, and so is the code that places their chunks. The tensors are torch's "meta" tensors:
-they have shapes and no bytes, so a request of production size is counted on any machine. Views are
-no operations. "Alone" places each layer by itself, as where allocations are not one range of
-memory. Layers lie evenly apart, as an allocator places equal sizes that it is asked for in a row.
-"""
+"""Counts the operations that a device is asked for, and plans requests of production size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
-from kvpatch.geometry.staged_plan import Chunk, Placement, Share, plan_chunks
+from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
-from kvpatch.transfer.one_memory import Bytes
-from kvpatch.transfer.place import place_on_device
 from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
-MOST = 4
 _GPU = Memory("VRAM")
 _POOL_BYTES = 256 * 1024**2
 _LOCAL_ADDRESS = 1 << 32
@@ -43,22 +30,6 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True)
-class Counted:
-    """One pair and length of a prompt."""
-
-    pair: str
-    tokens: int
-    chunks: int
-    operations: int
-    operations_alone: int
-
-    @property
-    def operations_a_chunk(self) -> float:
-        """Together."""
-        return self.operations / self.chunks
-
-
 class Operations(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     """Counts what is asked of a device inside it."""
 
@@ -71,14 +42,6 @@ class Operations(TorchDispatchMode):  # type: ignore[misc] # torch has no types 
     ) -> Any:
         self.count += not function.is_view
         return function(*args, **(kwargs or {}))
-
-
-def operations_of(placements: Sequence[Placement], staging_bytes: int, cache: Bytes) -> int:
-    """What placing them asks of a device."""
-    staging = torch.empty(staging_bytes, dtype=torch.uint8, device="meta")
-    with Operations() as counted:
-        place_on_device(staging, [(cache, placement) for placement in placements])
-    return counted.count
 
 
 def chunks_of(pair: tuple[str, int, str, int], layers: int, tokens: int) -> tuple[list[Chunk], int]:
@@ -106,15 +69,3 @@ def chunks_of(pair: tuple[str, int, str, int], layers: int, tokens: int) -> tupl
 
 def _no_memory(size_bytes: int) -> torch.Tensor:
     raise RuntimeError(f"{size_bytes} bytes of a pool were asked for, and nothing is read here")
-
-
-def count(pair: tuple[str, int, str, int], layers: int, tokens: int) -> Counted:
-    """One row."""
-    chunks, size_bytes = chunks_of(pair, layers, tokens)
-    cache = Bytes(_LOCAL_ADDRESS, torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
-    together, alone = (
-        sum(operations_of(way(chunk.placements), chunk.buffer_bytes, cache) for chunk in chunks)
-        for way in (merged, list)
-    )
-    name = f"{pair[0]} {pair[1]} -> {pair[2]} {pair[3]}"
-    return Counted(name, tokens, len(chunks), together, alone)

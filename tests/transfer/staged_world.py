@@ -23,8 +23,7 @@ from kvpatch.transfer.lifetime import Lease
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
-from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.unposted import Unposted
+from kvpatch.transfer.staging_pool import Space, StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
@@ -87,7 +86,7 @@ class World:
             copies = [copy for overlap in overlaps for copy in overlap.copies]
             direct, chunks = plan_parts([(segments, copies)]), iter(())
         return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", Unposted(direct, chunks), **how
+            agent or self.decode, pool, caches, self.ends, b"done", direct, chunks, **how
         )
 
     def tails(self) -> list[tuple[Sequence[Plane], Segments]]:
@@ -145,6 +144,15 @@ class World:
             )
             for theirs, ours in zip(remote, local, strict=True)
         )
+
+
+def taken(pool: StagingPool) -> Space:
+    """Space that another peer's read holds."""
+    turn = pool.line_up(0, "other")
+    space = pool.take(turn, 4096)
+    pool.leave(turn)
+    assert space is not None
+    return space
 
 
 def block_ids(count: int, of: int) -> np.ndarray:

@@ -454,7 +454,7 @@ def test_the_comparison_notices_every_byte_and_every_wrong_host_block(way, name)
     assert compare(pool, before) == list(tensors), "a host block that nobody asked for"
 
 
-@pytest.mark.parametrize("field_name", ["source", "source_apart", "target_apart", "row_bytes"])
+@pytest.mark.parametrize("field_name", ["start", "step_bytes", "row_bytes", "target"])
 def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name):
     cache = replace(CASES["NHD, keys first"], lead=8)
     tensors = cache.tensors()
@@ -462,9 +462,9 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
 
     def wrong(*args: Any) -> Any:
         found = real(*args)
-        sheet = found.sheets[0]
-        sheet = replace(sheet, **{field_name: getattr(sheet, field_name) - 8})
-        return replace(found, sheets=(sheet,))
+        *rows, last = found.rows
+        rows.append(last._replace(**{field_name: getattr(last, field_name) - 8}))
+        return replace(found, rows=tuple(rows))
 
     monkeypatch.setattr(host_pool, "host_storage", wrong)
     with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):

@@ -1,14 +1,13 @@
-"""Several reads as one; the agent is a fake that says what the test tells it to."""
+"""Several reads as one; each is a fake that says what the test tells it to."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from kvpatch.transfer.joined_read import JoinedRead
-from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.telemetry import Telemetry
 
 
@@ -19,39 +18,43 @@ class nixlBind:  # noqa: N801 - where NIXL's errors are looked for, by this name
         """As NIXL raises it."""
 
 
-@dataclass
-class _FakeAgent:
-    """Transfers are names; what becomes of each is set by the test."""
+@dataclass(eq=False)
+class _FakeRead(OwnRead):
+    """What becomes of it is set by the test."""
 
-    states: dict[str, str] = field(default_factory=dict)
-    not_started: str = ""
-    started: list[str] = field(default_factory=list)
-    released: Counter[str] = field(default_factory=Counter)
+    name: str
+    outcome: str = "PROC"
+    is_startable: bool = True
+    is_releasable: bool = True
+    is_started: bool = False
+    released: int = 0
 
-    def transfer(self, read: str) -> str:
-        if read == self.not_started:
-            raise nixlBind.nixlBackendError(read)
-        self.started.append(read)
+    def start(self) -> str:
+        if not self.is_startable:
+            raise nixlBind.nixlBackendError(self.name)
+        self.is_started = True
         return "PROC"
 
-    def check_xfer_state(self, read: str) -> str:
-        state = self.states.get(read, "PROC")
-        if state == "raises":
-            raise nixlBind.nixlBackendError(read)
-        return state
+    def state(self) -> str:
+        return self.outcome
 
-    def get_xfer_telemetry(self, read: str) -> Telemetry:
-        return Telemetry(len(read), 1, 2, 100, 3)
+    def void(self) -> bool:
+        if self.outcome == "DONE":
+            return False
+        self.outcome = "ERR"
+        return True
 
-    def release_xfer_handle(self, read: str) -> None:
-        self.released[read] += 1
-        if self.states.get(read) == "not released":
-            raise nixlBind.nixlBackendError(read)
+    def telemetry(self) -> Telemetry:
+        return Telemetry(len(self.name), 1, 2, 100, 3)
+
+    def release(self) -> None:
+        self.released += 1
+        if not self.is_releasable:
+            raise nixlBind.nixlBackendError(self.name)
 
 
-@pytest.fixture
-def agent() -> _FakeAgent:
-    return _FakeAgent()
+class _FakeAgent:
+    """One whose errors are looked for in this module."""
 
 
 @pytest.fixture
@@ -60,107 +63,86 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def read(agent: _FakeAgent, told: list[str]) -> JoinedRead:
-    return JoinedRead(agent, ["a", "bb"], lambda: told.append("others"))
+def reads() -> tuple[_FakeRead, _FakeRead]:
+    return _FakeRead("a"), _FakeRead("bb")
 
 
-def test_done_when_all_are(agent: _FakeAgent, read: JoinedRead, told: list[str]) -> None:
+@pytest.fixture
+def read(reads: tuple[_FakeRead, _FakeRead], told: list[str]) -> JoinedRead:
+    return JoinedRead(_FakeAgent(), reads, lambda: told.append("others"))
+
+
+Reads = tuple[_FakeRead, _FakeRead]
+
+
+def test_done_when_all_are(reads: Reads, read: JoinedRead, told: list[str]) -> None:
+    first, second = reads
     assert read.start() == "PROC"
-    assert agent.started == ["a", "bb"]
-    agent.states["bb"] = "DONE"
+    assert first.is_started and second.is_started
+    second.outcome = "DONE"
     assert (read.state(), told) == ("PROC", [])
-    agent.states["a"] = "DONE"
+    first.outcome = "DONE"
     assert (read.state(), told) == ("DONE", ["others"])
     assert (read.state(), told) == ("DONE", ["others"])  # once
     assert read.telemetry() == Telemetry(1, 2, 4, 200, 6)
     read.release()
     read.release()
-    assert agent.released == {"a": 1, "bb": 1}
+    assert (first.released, second.released) == (1, 1)
 
 
-@pytest.mark.parametrize("state", ["ERR", "raises"])
 def test_fails_when_nothing_is_written_any_more(
-    agent: _FakeAgent, read: JoinedRead, told: list[str], state: str
+    reads: Reads, read: JoinedRead, told: list[str]
 ) -> None:
     read.start()
-    agent.states["a"] = state
+    reads[0].outcome = "ERR"
     assert read.state() == "PROC"
-    agent.states["bb"] = "DONE"
+    reads[1].outcome = "DONE"
     assert read.state() == "ERR"
     assert (read.state(), told) == ("ERR", [])
 
 
-def test_a_later_read_that_does_not_start(agent: _FakeAgent, read: JoinedRead) -> None:
-    agent.not_started = "bb"
+def test_a_later_read_that_does_not_start(reads: Reads, read: JoinedRead) -> None:
+    reads[1].is_startable = False
     assert read.start() == "PROC"
     assert read.state() == "PROC"
-    agent.states["a"] = "DONE"
+    reads[0].outcome = "DONE"
     assert read.state() == "ERR"
     read.release()
-    assert agent.released == {"a": 1, "bb": 1}
+    assert [one.released for one in reads] == [1, 1]
 
 
 def test_the_first_read_that_does_not_start(
-    agent: _FakeAgent, read: JoinedRead, told: list[str]
+    reads: Reads, read: JoinedRead, told: list[str]
 ) -> None:
-    agent.not_started = "a"
+    reads[0].is_startable = False
     with pytest.raises(nixlBind.nixlBackendError):
         read.start()
-    assert agent.released == {"a": 1, "bb": 1}
+    assert [one.released for one in reads] == [1, 1]
     assert (read.state(), told) == ("ERR", [])
 
 
-def test_all_are_let_go_of_where_one_cannot_be(agent: _FakeAgent, read: JoinedRead) -> None:
+def test_all_are_let_go_of_where_one_cannot_be(reads: Reads, read: JoinedRead) -> None:
     read.start()
-    agent.states["a"] = "not released"
+    reads[0].is_releasable = False
     with pytest.raises(nixlBind.nixlBackendError):
         read.release()
-    assert agent.released == {"a": 1, "bb": 1}
+    assert [one.released for one in reads] == [1, 1]
 
 
-class _FakeStaged(StagedRead):
-    """A staged read that is on the wire until it is given up."""
-
-    def __init__(self, is_done: bool) -> None:
-        self._is_void, self._is_done = False, is_done
-
-    def void(self) -> bool:
-        self._is_void = not self._is_done
-        return self._is_void
-
-    def state(self) -> str:
-        return "DONE" if self._is_done else "ERR" if self._is_void else "PROC"
-
-    def release(self) -> None:
-        pass
-
-    def start(self) -> str:
-        return "PROC"
+def test_what_is_given_up_is_told_to_the_others_and_not_done(
+    reads: Reads, read: JoinedRead, told: list[str]
+) -> None:
+    read.start()
+    reads[0].outcome = "DONE"
+    assert read.state() == "PROC"
+    assert read.void()
+    assert [read.state(), read.state()] == ["ERR", "ERR"]
+    assert told == ["others"], "P's other ranks may free their blocks"
 
 
-class _StagedAgent(_FakeAgent):
-    """As an engine's agent, which takes staged reads for transfers."""
-
-    def transfer(self, read: StagedRead) -> str:
-        return read.start()
-
-    def check_xfer_state(self, read: StagedRead) -> str:
-        return read.state()
-
-
-def test_what_is_given_up_is_told_to_the_others_and_not_done(told: list[str]) -> None:
-    reads = [_FakeStaged(is_done=True), _FakeStaged(is_done=False)]
-    joined = JoinedRead(_StagedAgent(), reads, lambda: told.append("told"))
-    joined.start()
-    assert joined.state() == "PROC"
-    assert joined.void()
-    assert [joined.state(), joined.state()] == ["ERR", "ERR"]
-    assert told == ["told"], "P's other ranks may free their blocks"
-
-
-def test_what_is_done_or_none_of_ours_is_not_given_up(agent: _FakeAgent) -> None:
-    assert not JoinedRead(agent, ["a"], lambda: None).void()
-    done = JoinedRead(_StagedAgent(), [_FakeStaged(is_done=True)], lambda: None)
-    done.start()
-    assert not done.void()
-    assert done.state() == "DONE"
+def test_what_is_done_is_not_given_up(reads: Reads, read: JoinedRead) -> None:
+    read.start()
+    for one in reads:
+        one.outcome = "DONE"
+    assert not read.void()
+    assert read.state() == "DONE"

@@ -1,4 +1,4 @@
-"""Layers far apart are placed by one copy, and nothing between them is touched."""
+"""Each layer is placed inside its own allocation; one range of memory can hold several."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segments import Segments
 from kvpatch.geometry.staged_plan import Placement
-from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.one_memory import one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
@@ -84,10 +82,9 @@ def caches_of(layers: list[torch.Tensor]) -> Caches:
 
 
 @pytest.mark.parametrize("is_even", [True, False])
-def test_layers_a_terabyte_apart_are_one_copy(layers: list[torch.Tensor], is_even: bool) -> None:
+def test_layers_a_terabyte_apart(layers: list[torch.Tensor], is_even: bool) -> None:
     wanted = placements_in(layers, is_even=is_even)
     expected = one_by_one(layers, wanted)
-    assert len(merged(wanted)) == 1
 
     caches_of(layers).place(noise(), wanted, None)
 
@@ -100,25 +97,12 @@ def test_as_on_a_device(layers: list[torch.Tensor], is_even: bool, is_determinis
     """torch's deterministic mode would copy all of the rows elsewhere and back."""
     wanted = placements_in(layers, is_even=is_even)
     expected = one_by_one(layers, wanted)
-    memory = one_memory(layers)
-    assert memory is not None
+    into = [(storage_of(layer), one) for layer, one in zip(layers, wanted, strict=True)]
     torch.use_deterministic_algorithms(is_deterministic)
     try:
-        place_on_device(noise(), [(memory, placement) for placement in merged(wanted)])
+        place_on_device(noise(), into)
     finally:
         torch.use_deterministic_algorithms(False)
-
-    assert all(map(torch.equal, layers, expected))
-
-
-def test_each_by_itself_where_there_is_no_range(
-    layers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = placements_in(layers, is_even=True)
-    expected = one_by_one(layers, wanted)
-    monkeypatch.setattr(caches_module, "one_memory", lambda tensors: None)
-
-    caches_of(layers).place(noise(), wanted, None)
 
     assert all(map(torch.equal, layers, expected))
 
@@ -127,7 +111,6 @@ def test_each_by_itself_where_there_is_no_range(
 def test_what_would_leave_its_layer_is_refused(
     layers: list[torch.Tensor], bytes_too_far: int
 ) -> None:
-    """One range of memory has no bound between two layers."""
     first, *others = placements_in(layers, is_even=True)
     highest = int(first.segments.local_block.max())
     at = first.local_address + (LAYER_BYTES - (highest + 1) * BLOCK_BYTES) + bytes_too_far

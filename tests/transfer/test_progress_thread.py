@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ from kvpatch.geometry.segments import BlockList, uncovered_tail
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import progress_thread
 from kvpatch.transfer import staged_read as staged_module
-from kvpatch.transfer import unposted as unposted_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 
-from .staged_world import SECONDS, TOKENS, World, finish, notifications
+from .staged_world import SECONDS, TOKENS, World, finish, notifications, taken
 
 pytestmark = pytest.mark.lab
 
@@ -43,13 +41,12 @@ class Engine:
         self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
         self.copying = self.thread.copying = None
         if is_beside:  # whatever cores this machine has
-            wake = partial(self.thread._inbox.put, None)
-            self.copying = self.thread.copying = CopyingThread(wake)
+            self.copying = self.thread.copying = CopyingThread(self.thread.wake)
 
     def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
         gated = ProgressAgent(agent or self.world.decode, self.gate)
         read = self.world.read(self.pool, gated, **how)
-        read._placing._caches.thread = self.copying
+        read._caches.thread = self.copying
         return BackgroundRead(read, self.thread)
 
 
@@ -102,7 +99,7 @@ def test_a_read_goes_on_while_nobody_looks(world, make, pool_bytes):
 def test_posts_are_large_only_where_somebody_shares_them(world, make, monkeypatch, has_threads):
     engine = make(4096)
     monkeypatch.setattr(staged_module, "_MOST_DIRECT_BYTES", 512)
-    monkeypatch.setattr(unposted_module, "SPREAD_RUNS", 16)
+    monkeypatch.setattr(staged_module, "SPREAD_RUNS", 16)
     agent = _Later if has_threads else _Counted
     posts = agent(world.decode)
     read = engine.read(posts, is_direct=True)
@@ -141,7 +138,7 @@ class _Later(_Counted):
 
 def test_many_reads_share_a_pool_of_one_block_in_order(world, make, monkeypatch):
     engine = make(4096)
-    asked: list[object] = []
+    asked: list[Any] = []
     take = engine.pool.take
     monkeypatch.setattr(engine.pool, "take", lambda *of: asked.append(of[0]) or take(*of))
     reads = [engine.read() for _ in range(16)]
@@ -150,14 +147,13 @@ def test_many_reads_share_a_pool_of_one_block_in_order(world, make, monkeypatch)
     assert finish(*reads) == ["DONE"] * 16
     assert world.is_identical()
     assert engine.pool.taken_bytes == 0
-    first = list(dict.fromkeys(asked))
-    assert first == [read._read for read in reads], "in the order of asking"
+    first = [turn.reader for turn in dict.fromkeys(asked)]
+    assert first == [id(read._read) for read in reads], "in the order of asking"
 
 
 def test_reads_in_line_are_not_asked_again(world, make, monkeypatch):
     engine = make(4096)
-    held = engine.pool.take(World, "other", 4096)
-    engine.pool.leave(World)
+    held = taken(engine.pool)
     reads = [engine.read() for _ in range(40)]
     for read in reads:
         read.start()
@@ -331,11 +327,10 @@ def test_one_that_is_let_go_of_half_way_tells_nobody(world, make, is_direct):
 def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
     """Made up: whatever it waits for, it is looked at again."""
     engine = make(4096)
-    held = engine.pool.take(World, "other", 4096)
-    engine.pool.leave(World)
+    held = taken(engine.pool)
     read = engine.read()
     read.start()
-    wait_until(lambda: engine.pool.turn(read._read) is not None)  # nobody calls it any more
+    wait_until(lambda: read._read._turn is not None)  # nobody calls it any more
     with engine.thread.paused():
         wait_until(lambda: bool(engine.thread._going))
         lost = dict(engine.thread._going)
@@ -365,13 +360,13 @@ def test_a_wait_that_a_signal_ends_is_over(world, make, monkeypatch):
 
     side = engine.gate.side_of("check_xfer_state")
     monkeypatch.setattr(side, "_lock", _Lock())
-    monkeypatch.setattr(engine.thread, "_work", _Lock())
+    monkeypatch.setattr(engine.thread._work, "_lock", _Lock())
     with pytest.raises(_Interrupted):
         side.call(len, "")
     with pytest.raises(_Interrupted), engine.thread.paused():
         pass
     assert not side._waiting
-    assert not engine.thread._waiting
+    assert not engine.thread._work._waiting
 
 
 def test_it_ends_when_there_is_nothing_to_read_and_starts_again(world, make, monkeypatch):

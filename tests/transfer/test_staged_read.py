@@ -17,7 +17,6 @@ from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staging_pool
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.placements import Placements
 
 from .staged_world import (
     OVER,
@@ -27,6 +26,7 @@ from .staged_world import (
     World,
     finish,
     notifications,
+    taken,
 )
 
 pytestmark = pytest.mark.lab
@@ -70,9 +70,9 @@ def test_what_goes_straight_to_its_place_waits_for_steps_before(
     """A step that was queued before the read began must not write over what the read brings."""
     step = LateStep(world.target)
     monkeypatch.setattr(caches_module.Caches, "mark", lambda self: step)
-    if not waits:  # negative control
-        monkeypatch.setattr(Placements, "may_write", True)
     read = world.read(world.pool(4096), is_direct=True)
+    if not waits:  # negative control
+        monkeypatch.setattr(read, "admit", lambda: None)
     read.start()
     assert finish(read) == ["DONE"]
     while not step.query():
@@ -82,9 +82,8 @@ def test_what_goes_straight_to_its_place_waits_for_steps_before(
 
 def test_reads_that_wait_behind_others_cost_a_step_nothing(world, monkeypatch):
     """The pool is asked by the first of a peer alone; with 1,000 in line it took 100 ms."""
-    pool, other = world.pool(4096), World
-    held = pool.take(other, "other", 4096)
-    pool.leave(other)
+    pool = world.pool(4096)
+    held = taken(pool)
     reads = [world.read(pool) for _ in range(40)]
     for read in reads:
         read.start()
@@ -157,8 +156,7 @@ def test_what_a_failed_transfer_writes_late_reaches_no_other_read(world, caplog)
 def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
     """The peer may have given its blocks to another request."""
     pool = world.pool(4096)
-    held = pool.take(World, "other", 4096)
-    pool.leave(World)
+    held = taken(pool)
     before = world.target.clone()
     first, read = world.read(pool), world.read(pool)
     if over == "before it starts":
@@ -226,13 +224,13 @@ def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(worl
     read = world.read(pool, agent)
     read.start()
     read.release()
-    asking, lost = World, pool.lost_bytes
+    asking, lost = pool.line_up(0, "other"), pool.lost_bytes
     assert lost
     with pytest.raises(PoolExhausted, match="KVPATCH_STAGING_BYTES"):
-        pool.take(asking, "other", 3 * 4096)
+        pool.take(asking, 3 * 4096)
     assert pool.lost_bytes == lost
     time.sleep(0.3)
-    assert pool.take(asking, "other", 3 * 4096) is not None
+    assert pool.take(asking, 3 * 4096) is not None
 
 
 def test_nixl_says_what_it_can_raise(world):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections import deque
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.transfer.staging_pool import Room, StagingPool
+from kvpatch.transfer.staging_pool import Room, Space, StagingPool, Turn
 
 pytestmark = pytest.mark.patching
 
@@ -45,7 +45,21 @@ def test_a_space_given_twice_is_an_error():
 
 
 class Reader:
-    """Whoever asks for space; the pool only knows it by identity."""
+    """A reader that lines up when it asks for space for the first time."""
+
+    turn: Turn | None = None
+
+
+def take(pool: StagingPool, reader: Reader, peer: str, size_bytes: int) -> Space | None:
+    if reader.turn is None:
+        reader.turn = pool.line_up(id(reader), peer)
+    return pool.take(reader.turn, size_bytes)
+
+
+def leave(pool: StagingPool, reader: Reader) -> None:
+    if reader.turn is not None:
+        pool.leave(reader.turn)
+    reader.turn = None
 
 
 @pytest.fixture
@@ -65,7 +79,7 @@ def pool(made):
 def test_memory_is_made_once_and_only_when_asked_for(pool, made):
     assert made == []
     reader = Reader()
-    first, second = pool.take(reader, "p", 30), pool.take(reader, "p", 20)
+    first, second = take(pool, reader, "p", 30), take(pool, reader, "p", 20)
     assert made == [100]
     pool.memory(first)[:] = 1
     assert pool.memory(second).sum() == 0
@@ -74,56 +88,56 @@ def test_memory_is_made_once_and_only_when_asked_for(pool, made):
 
 def test_reads_that_wait_for_others_are_counted_once(pool):
     first, second, third = Reader(), Reader(), Reader()
-    held = pool.take(first, "p", 60)
-    assert pool.take(first, "p", 60) is None, "for its own chunk, which is no wait for others"
+    held = take(pool, first, "p", 60)
+    assert take(pool, first, "p", 60) is None, "for its own chunk, which is no wait for others"
     assert (pool.waiting, pool.waits) == (0, 0)
     for reader in (second, third, second):
-        assert pool.take(reader, "p", 60) is None
+        assert take(pool, reader, "p", 60) is None
     assert (pool.waiting, pool.waits) == (2, 2)
-    pool.leave(first)
+    leave(pool, first)
     pool.give(held)
-    held = pool.take(second, "p", 60)
+    held = take(pool, second, "p", 60)
     assert (pool.waiting, pool.waits) == (1, 2)
-    assert pool.take(second, "p", 60) is None
+    assert take(pool, second, "p", 60) is None
     assert (pool.waiting, pool.waits) == (1, 2)
-    pool.leave(third)
+    leave(pool, third)
     assert (pool.waiting, pool.waits) == (0, 2), "given up"
 
 
 def test_a_peer_that_hangs_leaves_room_for_the_others(pool):
     hung = [Reader() for _ in range(3)]
-    assert pool.take(hung[0], "hung", 30)
-    pool.leave(hung[0])
-    assert pool.take(hung[1], "hung", 30) is None, "it would hold more than it leaves"
+    assert take(pool, hung[0], "hung", 30)
+    leave(pool, hung[0])
+    assert take(pool, hung[1], "hung", 30) is None, "it would hold more than it leaves"
     other = Reader()
     for _ in range(5):
-        space = pool.take(other, "other", 30)
+        space = take(pool, other, "other", 30)
         assert space is not None, "though two of the hung peer's asked before"
-        pool.leave(other)
+        leave(pool, other)
         pool.give(space)
 
 
 def test_a_reader_that_was_dropped_blocks_nobody(pool):
     first, second = Reader(), Reader()
-    held = pool.take(first, "p", 80)
-    pool.leave(first)
-    assert pool.take(second, "p", 50) is None
-    del second
-    gc.collect()
+    held = take(pool, first, "p", 80)
+    leave(pool, first)
+    assert take(pool, second, "p", 50) is None
+    leave(pool, second)
     pool.give(held)
-    assert pool.take(Reader(), "p", 50) is not None
+    assert pool.waiting == 0
+    assert take(pool, Reader(), "p", 50) is not None
 
 
 def test_lost_space_comes_back_when_its_transfer_is_over(pool):
     over = []
     reader = Reader()
-    pool.lose(pool.take(reader, "gone", 60), lambda: bool(over))
-    pool.leave(reader)
+    pool.lose(take(pool, reader, "gone", 60), lambda: bool(over))
+    leave(pool, reader)
     with pytest.raises(PoolExhausted, match="KVPATCH_STAGING_BYTES"):
-        pool.take(reader, "p", 50)
+        take(pool, reader, "p", 50)
     assert pool.taken_bytes == 60
     over.append(True)
-    assert pool.take(reader, "p", 50) is not None
+    assert take(pool, reader, "p", 50) is not None
     assert pool.taken_bytes == 50
 
 
@@ -133,26 +147,27 @@ def test_a_peer_whose_transfers_fail_leaves_half_to_others(pool):
     with pytest.raises(PoolExhausted, match="two minutes"):
         for _ in range(10):
             reader = Reader()
-            pool.quarantine(pool.take(reader, "dead", 20), lambda: bool(over))
-            pool.leave(reader)
+            space = take(pool, reader, "dead", 20)
+            pool.lose(space, lambda: bool(over), has_failed=True)
+            leave(pool, reader)
             taken += 20
-    pool.leave(reader)
+    leave(pool, reader)
     assert taken == 40, "one more would be over half"
-    assert pool.take(Reader(), "alive", 50) is not None
+    assert take(pool, Reader(), "alive", 50) is not None
 
     over.append(True)
-    assert pool.take(Reader(), "dead", 20) is not None
+    assert take(pool, Reader(), "dead", 20) is not None
 
 
 def test_a_reader_waits_where_others_will_give_back(pool):
     first, second, third = Reader(), Reader(), Reader()
-    pool.lose(pool.take(first, "gone", 40), lambda: False)
-    pool.leave(first)
-    held = pool.take(second, "p", 40)
-    pool.leave(second)
-    assert pool.take(third, "q", 50) is None, "40 bytes are in use: waiting can help"
+    pool.lose(take(pool, first, "gone", 40), lambda: False)
+    leave(pool, first)
+    held = take(pool, second, "p", 40)
+    leave(pool, second)
+    assert take(pool, third, "q", 50) is None, "40 bytes are in use: waiting can help"
     pool.give(held)
-    assert pool.take(third, "q", 50) is not None
+    assert take(pool, third, "q", 50) is not None
 
 
 @given(st.data())
@@ -169,13 +184,13 @@ def test_whatever_the_order_everybody_is_served(data):
     for _ in range(1000):
         for reader, (peer, sizes) in left.items():
             while sizes:
-                space = pool.take(reader, peer, sizes[0])
+                space = take(pool, reader, peer, sizes[0])
                 if space is None:
                     break
                 sizes.pop(0)
                 flights.append(space)
             if not sizes:
-                pool.leave(reader)
+                leave(pool, reader)
         if not flights:
             break
         pool.give(flights.pop(data.draw(st.integers(0, len(flights) - 1))))
@@ -223,7 +238,7 @@ def test_the_order_is_that_of_asking_whatever_is_taken_given_and_left(data):
             size = data.draw(st.integers(1, 60))
             before = pool.taken_bytes
             may = reference.may_take(reader, peer, size)
-            space = pool.take(reader, peer, size)
+            space = take(pool, reader, peer, size)
             assert may or space is None, "it went before its turn"
             # First fit may have no room in one piece.
             assert space is not None or not may or before + size > 100 or len(spaces) > 0
@@ -235,43 +250,39 @@ def test_the_order_is_that_of_asking_whatever_is_taken_given_and_left(data):
             pool.give(space)
             reference.held[peer] -= space.end - space.start
         elif what == "leave":
-            pool.leave(reader)
+            leave(pool, reader)
             reference.leave(reader)
         elif what == "drop":
+            leave(pool, reader)
             reference.leave(reader)
             readers[number] = Reader(), peer
-            del reader
-            gc.collect(0)
     assert pool.taken_bytes == sum(space.end - space.start for space, _ in spaces)
 
 
 def test_who_is_first_is_told_so(pool):
     first, second, other = Reader(), Reader(), Reader()
-    held = pool.take(first, "p", 80)
-    assert pool.take(first, "p", 30) is None
-    assert pool.take(second, "p", 30) is None
-    assert pool.take(other, "q", 30) is None
-    assert [pool.turn(one).is_first for one in (first, second, other)] == [True, False, True]
-    pool.leave(first)
-    assert pool.turn(first) is None
-    assert pool.turn(second).is_first
-    del second
-    gc.collect()
+    held = take(pool, first, "p", 80)
+    assert take(pool, first, "p", 30) is None
+    assert take(pool, second, "p", 30) is None
+    assert take(pool, other, "q", 30) is None
+    assert [one.turn.is_first for one in (first, second, other)] == [True, False, True]
+    pool.called = deque()
+    leave(pool, first)
+    assert second.turn.is_first
+    assert list(pool.called) == [id(second)]
+    leave(pool, second)
     pool.give(held)
-    assert pool.take(other, "q", 30) is not None
+    assert take(pool, other, "q", 30) is not None
 
 
 def test_nothing_is_kept_of_readers_and_peers_that_are_gone(pool):
     for number in range(50):
         reader = Reader()
-        space = pool.take(reader, f"p{number}", 10)
+        space = take(pool, reader, f"p{number}", 10)
         pool.give(space)
-        if number % 2:
-            pool.leave(reader)
-        del reader
-    gc.collect()
-    pool.take(Reader(), "q", 10)
-    assert len(pool._turns) + len(pool._queues) + len(pool._idle) + len(pool._held) <= 4
+        leave(pool, reader)
+    take(pool, Reader(), "q", 10)
+    assert len(pool._queues) + len(pool._held) <= 2
 
 
 def test_a_pool_for_which_there_is_too_little_memory_is_smaller(caplog):
@@ -284,13 +295,13 @@ def test_a_pool_for_which_there_is_too_little_memory_is_smaller(caplog):
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     pool, reader = StagingPool(100, make), Reader()
-    space = pool.take(reader, "P", 20)
+    space = take(pool, reader, "P", 20)
     assert (sizes, pool.size_bytes, len(pool.memory(space))) == ([100, 50, 25], 25, 20)
     assert "no memory for a staging pool of 100 bytes" in caplog.text
     pool.give(space)
-    pool.leave(reader)
+    leave(pool, reader)
     with pytest.raises(PoolExhausted, match="a chunk needs 26 bytes"):
-        pool.take(Reader(), "Q", 26)
+        take(pool, Reader(), "Q", 26)
 
 
 def test_a_pool_is_not_made_smaller_than_a_chunk():
@@ -299,5 +310,5 @@ def test_a_pool_is_not_made_smaller_than_a_chunk():
 
     pool = StagingPool(100, make)
     with pytest.raises(torch.OutOfMemoryError, match="no 50 bytes"):
-        pool.take(Reader(), "P", 30)
+        take(pool, Reader(), "P", 30)
     assert pool.size_bytes == 50

@@ -79,6 +79,7 @@ def test_what_lies_behind_the_last_token_is_zeroed(end: int) -> None:
     expected[:, _IDS[1], :, end - 64 :] = 0
     expected[:, _IDS[2]] = 0
 
-    zero_tokens(storage_of(memory), planes, uncovered_tail(BlockList(_IDS, 64), end))
+    for plane in planes:
+        zero_tokens(storage_of(memory), plane, uncovered_tail(BlockList(_IDS, 64), end))
 
     assert memory.numpy().tobytes() == cache_of(KeyOrder.TILED, expected)

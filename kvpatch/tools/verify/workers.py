@@ -34,7 +34,6 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
-from kvpatch.transfer.unposted import Unposted
 from kvpatch.worker.registered_caches import tensor_facts
 
 if TYPE_CHECKING:
@@ -283,11 +282,9 @@ class _Decode:
         staged = [Share(segments, overlaps)] if way == "staged" else []
         caches = Caches({str(number): layer for number, layer in enumerate(layers)})
         caches.thread = self.thread.copying
-        unposted = Unposted(
-            plan_parts([(segments, copies)] if way == "direct" else []),
-            plan_chunks(staged, self._pool.chunk_bytes),
-        )
-        paced = StagedRead(self._agent, self._pool, caches, self._own.ends, b"", unposted)
+        direct = plan_parts([(segments, copies)] if way == "direct" else [])
+        chunks = plan_chunks(staged, self._pool.chunk_bytes)
+        paced = StagedRead(self._agent, self._pool, caches, self._own.ends, b"", direct, chunks)
         paced.tails = lambda: [(local, uncovered_tail(blocks[1], _TOKENS))]
         read = BackgroundRead(paced, self.thread)
         began = time.monotonic()
