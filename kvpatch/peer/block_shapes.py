@@ -107,8 +107,15 @@ def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plan
 
 
 def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
-    """Returns the kind of memory that a peer's regions lie in; ours where it does not say."""
-    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
+    """Returns the memory that a peer's regions lie in, of our kind where it states none."""
+    kinds = set(peer.memory_kinds or (ours.memory.kind,))
+    for kind in ("DRAM", "VRAM"):
+        if kinds == {kind}:
+            return Memory(kind, peer.device_id)
+    raise PeerRefused(
+        f"its regions lie in memory of the kinds {', '.join(sorted(kinds))}",
+        "keep its whole KV cache on one device or on the host",
+    )
 
 
 def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:

@@ -29,13 +29,13 @@ from kvpatch.geometry.cross_layer_blocks import (
 )
 from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
 from kvpatch.kvcached.layer_by_layer_tensors import layer_by_layer_state, layer_by_layer_tensors
-from kvpatch.peer.agent_metadata import restated
-from kvpatch.peer.block_shapes import tokens_of
-from kvpatch.peer.cross_layer_form import (
+from kvpatch.peer.agent_metadata import (
     CrossLayerForm,
     packed_digest,
     places_digest,
+    restated,
 )
+from kvpatch.peer.block_shapes import tokens_of
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StateInPool, states_digest, states_in
 from kvpatch.worker.registered_caches import (

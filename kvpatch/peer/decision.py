@@ -15,7 +15,7 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner
 from kvpatch.geometry.plane import Plane
 from kvpatch.peer.accepted_peers import as_accepted, of_other_release, refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import split_by_nobody
+from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
 from kvpatch.peer.cpu_keys import check_key_order
 from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
 from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
@@ -26,13 +26,7 @@ from kvpatch.peer.remote_states import (
     has_copied_states,
     sizes_at_peer,
 )
-from kvpatch.peer.unread_caches import (
-    Metadata,
-    UncheckedMetadata,
-    UnreadCache,
-    check_unread,
-    has_smaller_blocks,
-)
+from kvpatch.peer.unread_caches import UnreadCache, check_unread
 from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
@@ -48,12 +42,10 @@ class Stock:
     """The release reads the peer.
 
     Attributes:
-        peer: what it states, completed; None where nobody here looks at it.
         open_to: the variables that would say what is taken for ours, of a peer that fits a like
             engine and does not say it all.
     """
 
-    peer: AgentMetadata | None = None
     open_to: tuple[str, ...] = ()
 
 
@@ -100,7 +92,6 @@ class LocalCache:
         planes: what reads fill: all of the device's, where that is something else.
         staging_bytes: of the pool that every read goes through; None where they need not.
         reads_all: whether peers like us are ours too.
-        is_shown: whether the release was shown other tensors than there are.
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
@@ -111,27 +102,30 @@ class LocalCache:
     planes: Sequence[Plane]
     staging_bytes: int | None = None
     reads_all: bool = False
-    is_shown: bool = False
     hides_ends: bool = False
     is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
 
 
-def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> Decision:
     """Decides what becomes of one rank of a peer."""
-    if isinstance(local, UnreadCache):
-        return _of_unread(local, remote, facts)
-    if isinstance(remote, UncheckedMetadata):
-        return Stock()
-    return _of_read(local, remote, facts)
+    if isinstance(local, LocalCache):
+        return _of_read(local, remote, facts)
+    try:
+        check_unread(local, remote, facts)
+    except PeerRefused as error:
+        reason = f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}"
+        return Refuse(reason, error.cure)
+    return Stock()
 
 
 def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
     ours = local.geometry
     try:
+        peer_memory(ours, peer)
         if peer.releases:
-            is_plain = local.is_plain and not (local.reads_all or local.is_shown)
+            is_plain = local.is_plain and not local.reads_all
             peer = of_other_release(ours, peer, is_plain=is_plain)
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
@@ -147,7 +141,7 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             _check_like(ours, completed)
         if _is_stocks(local, peer) or _is_joined(local, peer, facts):
             check_state_sizes(peer, sizes_at_peer(ours, peer))
-            return Stock(peer, completed.variables)
+            return Stock(completed.variables)
         _check_block_lists(local, peer, facts)
         return Read(mapping_of(local, peer), completed.variables if completed.is_open else ())
     except PeerRefused as error:
@@ -207,9 +201,9 @@ def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> b
         bool(whole)
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
-        and not (local.reads_all or local.is_shown)
+        and not local.reads_all
         and ours.layout in LAYER_BY_LAYER
-        and has_smaller_blocks(peer, ours.block_tokens)
+        and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
         and is_compatible(ours, replace(peer, block_tokens=ours.block_tokens))
     )
 
@@ -227,16 +221,6 @@ def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFac
             "its ranks share out the tokens of a block",
             "use --decode-context-parallel-size 1 on the prefill side",
         )
-
-
-def _of_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
-    try:
-        check_unread(local, remote, facts)
-    except PeerRefused as error:
-        return Refuse(
-            f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}", error.cure
-        )
-    return Stock()
 
 
 # --- which peers the release reads rightly ------------------------------------------------

@@ -71,8 +71,8 @@ def homogeneous_metadata(
         "attn_backend_name": ours.backend,
         **own_regions,
     }
-    if peer.memory_kind is not None:
-        stated["region_mem_types"] = [peer.memory_kind] * count
+    if peer.memory_kinds:
+        stated["region_mem_types"] = [*peer.memory_kinds] * count
     return restated(metadata, facts, stated)
 
 
@@ -144,16 +144,14 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
         )
 
 
-def book_own_cut(
-    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
-) -> None:
+def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_id: str) -> None:
     """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
     By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
     even between like engines.
     """
     if facts.books_cuts_of_peers:
-        worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
+        worker._physical_blocks_per_logical[engine_id] = ours.kernel_blocks_per_block
 
 
 def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractContextManager[None]:

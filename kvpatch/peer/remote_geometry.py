@@ -29,7 +29,13 @@ from kvpatch.geometry.layout_strides import (
 )
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
-from kvpatch.peer.agent_metadata import MOST_TOKENS, AgentMetadata
+from kvpatch.peer.agent_metadata import (
+    MOST_TOKENS,
+    AgentMetadata,
+    CrossLayerForm,
+    packed_digest,
+    places_digest,
+)
 from kvpatch.peer.block_shapes import (
     BlockShape,
     check_blocks,
@@ -41,11 +47,6 @@ from kvpatch.peer.block_shapes import (
     page_bytes_at,
     shape_at_peer,
     tokens_of,
-)
-from kvpatch.peer.cross_layer_form import (
-    CrossLayerForm,
-    packed_digest,
-    places_digest,
 )
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes

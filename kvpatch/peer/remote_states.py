@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import FACTS
@@ -18,14 +17,6 @@ from kvpatch.worker.state_division import StateDivision
 
 ONE_SIZE = "use one --tensor-parallel-size on both sides"
 _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
-
-
-class StatesSizes(Protocol):
-    """The sizes that every form of a peer's metadata states."""
-
-    @property
-    def state_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of each recurrent state of a layer; none where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,7 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
         raise _other_sizes(peer.state_bytes, sizes)
 
 
-def check_state_sizes(peer: StatesSizes, sizes: Set[tuple[int, ...]]) -> None:
+def check_state_sizes(peer: AgentMetadata, sizes: Set[tuple[int, ...]]) -> None:
     """Refuses a peer for the release to read whose states are not as large as ours would be there.
 
     No hash of a release's tells their types, and none compares their sizes (<= 0.33).

@@ -120,6 +120,12 @@ def _stated(rank=0, size=1, **changes):
     return read_agent_metadata(_metadata(**changes), NEWEST, rank, size)
 
 
+def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
+    """As `size` ranks state it that name no backend; `changes` are what has been read."""
+    peer = _stated(0, size, block_tokens=block_tokens, kv_cache_layout=layout)
+    return replace(peer, **{"backend": None, **changes})
+
+
 def _view(metadata, peer, ours, block_bytes, own_regions=None, most_blocks=1 << 40):
     return homogeneous_metadata(
         metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks

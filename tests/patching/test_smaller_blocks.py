@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,10 @@ from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.smaller_blocks import Blocks, why_misread
 from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
 from kvpatch.peer.decision import Decision, Refuse, Stock, decide
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
+
+from .test_remote_geometry import stating
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 
@@ -203,6 +204,6 @@ def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Dec
         key_order=lambda: key_order,
         stated_layout="HND",
     )
-    misread = partial(why_misread, asked)
+    misread = why_misread(asked)
     local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
-    return decide(local, UncheckedMetadata("P", 1, tokens, "HND"), FACTS[release])
+    return decide(local, stating(1, tokens, "HND"), FACTS[release])

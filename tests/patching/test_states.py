@@ -20,8 +20,7 @@ from kvpatch.geometry.state_shares import Part, Rank, SharedState
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
-from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.cross_layer_form import CrossLayerForm
+from kvpatch.peer.agent_metadata import AgentMetadata, CrossLayerForm
 from kvpatch.peer.remote_states import (
     has_copied_states,
     places_of_states,
