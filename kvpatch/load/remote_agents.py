@@ -22,8 +22,6 @@ from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.load.transfer_handles import blocks_undivided
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.peer.compared_hash import NamedPeers
-from kvpatch.peer.cpu_keys import may_be_tiled, order_of
 from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
@@ -37,6 +35,7 @@ from kvpatch.peer.homogeneous_view import (
     model_of_heads,
 )
 from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
+from kvpatch.peer.peer_hash import NamedPeers
 from kvpatch.peer.stated_words import (
     CONTENTS,
     KEYS,
@@ -47,7 +46,7 @@ from kvpatch.peer.stated_words import (
     stated_blocks,
 )
 from kvpatch.peer.unread_caches import UnreadCache
-from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
+from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open, may_be_tiled, order_of
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions

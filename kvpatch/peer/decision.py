@@ -16,7 +16,6 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.peer.accepted_peers import as_accepted, of_other_release, refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
-from kvpatch.peer.cpu_keys import check_key_order
 from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
 from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.peer.remote_states import (
@@ -27,7 +26,7 @@ from kvpatch.peer.remote_states import (
     sizes_at_peer,
 )
 from kvpatch.peer.unread_caches import UnreadCache, check_unread
-from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, complete
+from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, check_key_order, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 

@@ -19,8 +19,8 @@ from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
-from kvpatch.peer.cpu_keys import word_of
 from kvpatch.peer.other_releases import Address, ask, fields_of, question_for
+from kvpatch.peer.unstated_blocks import word_of
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker

@@ -10,8 +10,14 @@ from typing import Any, cast
 import pytest
 
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.peer.compared_hash import own_factors
-from kvpatch.peer.peer_hash import BACKENDS, Explanation, OwnFactors, digest_of, explain
+from kvpatch.peer.peer_hash import (
+    BACKENDS,
+    Explanation,
+    OwnFactors,
+    digest_of,
+    explain,
+    own_factors,
+)
 from kvpatch.worker.cache_kinds import BACKENDS as CLASSES
 from kvpatch.worker.release_worker import ReleaseWorker
 from tests.releases import cache

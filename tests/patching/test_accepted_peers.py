@@ -16,9 +16,8 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.observe.book import Book
 from kvpatch.peer import peer_hash
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.compared_hash import ComparedHash, NamedPeers
 from kvpatch.peer.decision import Read, Refuse, Stock, decide
-from kvpatch.peer.peer_hash import Explanation, OwnFactors, digest_of
+from kvpatch.peer.peer_hash import ComparedHash, Explanation, NamedPeers, OwnFactors, digest_of
 from kvpatch.worker.cache_kinds import unknown
 
 from ..contract.released_hash import ENGINE

@@ -11,9 +11,14 @@ from kvpatch.core.errors import SettingsError
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.cpu_keys import BY_WORD, order_of, word_of
 from kvpatch.peer.decision import Read, Refuse, Stock, decide
-from kvpatch.peer.unstated_blocks import DeclaredGeometry, declared_geometry
+from kvpatch.peer.unstated_blocks import (
+    BY_WORD,
+    DeclaredGeometry,
+    declared_geometry,
+    order_of,
+    word_of,
+)
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.vllm_bugs import may_use_amx
 

@@ -543,10 +543,12 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
 def test_an_unstated_layout_is_open_where_there_are_heads_and_tokens():
     _, ours = ours_of()
     peer = _to_0110(ours, kv_cache_layout=None).peer
-    assert unstated.has_open_layout(ours, peer)
-    assert not unstated.has_open_layout(ours, replace(peer, layout="HND"))
-    assert not unstated.has_open_layout(ours, replace(peer, tp_size=ours.total_heads))
-    assert not unstated.has_open_layout(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+    by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
+
+    assert _completed(ours, peer).variables == ("KVPATCH_PEER_LAYOUT",)
+    assert not _completed(ours, replace(peer, layout="HND")).variables
+    assert not _completed(ours, replace(peer, tp_size=ours.total_heads)).variables
+    assert not _completed(by_column, peer).variables
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():

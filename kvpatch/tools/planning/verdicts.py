@@ -15,10 +15,9 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
-from kvpatch.peer.cpu_keys import BY_WORD, word_of
 from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
-from kvpatch.peer.unstated_blocks import DeclaredGeometry
+from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
 from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
