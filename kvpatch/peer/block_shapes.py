@@ -14,8 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
-from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import Axes, DenseBlocks, row_bytes
+from kvpatch.geometry.layout_strides import row_bytes
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.geometry.tensor_facts import Memory
@@ -23,6 +22,8 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache
+
+ONE_SIZE = "use one --tensor-parallel-size on both sides"
 
 
 class BlockShape(NamedTuple):
@@ -64,7 +65,7 @@ def shape_at_peer(
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
         raise PeerRefused(
             "layers of several shapes have heads of which nobody knows which rank has them",
-            "use one --tensor-parallel-size on both sides",
+            ONE_SIZE,
         )
     heads = first.counts.heads
     token_bytes = heads * row_bytes(members)
@@ -118,34 +119,6 @@ def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
     )
 
 
-def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:
-    """Returns the order of keys in a peer's block."""
-    return peer.key_order or ours.key_order
-
-
-def dense_planes(
-    ours: LocalGeometry,
-    peer: AgentMetadata,
-    region: int,
-    offset_bytes: int,
-    axes: Axes,
-    shape: BlockShape,
-    members: Sequence[Plane],
-) -> tuple[Plane, ...]:
-    """Our planes of one layer as they lie in a peer's region, in one dense piece of each block."""
-    return DenseBlocks(
-        peer.addresses[region] + offset_bytes,
-        peer.stride_bytes[region],
-        axes,
-        peer.blocks,
-        shape.heads,
-        shape.tokens,
-        shape.first_head,
-        peer_memory(ours, peer),
-        key_order_of_peer(ours, peer),
-    ).planes(members)
-
-
 def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
     """Returns the bytes of a layer's block at a peer whose blocks all have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
@@ -156,38 +129,30 @@ def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, t
 
 
 def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer of other kernel blocks or heads where our blocks move whole."""
-    _check_known(ours, peer)
-    if split_by_nobody(ours, peer):
-        mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
-        raise PeerRefused(
-            f"blocks of layer {mixed} hold {ours.layers[mixed].kind.contents}, and move whole, "
-            "never a share of their heads",
-            "use one --tensor-parallel-size on both sides",
-        )
-    if peer.block_tokens in (None, ours.block_tokens):
-        return
-    for name, layer in ours.layers.items():
-        if _is_whole(layer):
-            raise PeerRefused(
-                f"blocks of layer {name} hold {layer.kind.contents}, and move whole: both sides "
-                f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
-                "tokens",
-                "use one --block-size and one attention backend",
-            )
+    """Refuses a peer of other kernel blocks or heads where our blocks move whole.
 
-
-def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses kinds that the table lacks, but of peers like us (behind a host buffer)."""
+    Kinds that the table lacks are read from peers like us alone (behind a host buffer).
+    """
+    same_tokens = peer.block_tokens in (None, ours.block_tokens)
     is_like = (
-        peer.tp_size == ours.tp_size
-        and peer.block_tokens in (None, ours.block_tokens)
+        same_tokens
+        and peer.tp_size == ours.tp_size
         and peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
         and peer.layout in (None, ours.layout)
     )
+    is_split = split_by_nobody(ours, peer)
     for name, layer in ours.layers.items():
-        if not layer.kind.is_known and not is_like:
+        contents = f"blocks of layer {name} hold {layer.kind.contents}, and move whole"
+        if not (layer.kind.is_known or is_like):
             raise unknown_kind(name, layer.kind)
+        if is_split and layer.kind.mixes_heads:
+            raise PeerRefused(f"{contents}, never a share of their heads", ONE_SIZE)
+        if layer.planes[0].is_whole and not same_tokens:
+            raise PeerRefused(
+                f"{contents}: both sides need kernel blocks of one size, {peer.block_tokens} or "
+                f"{ours.block_tokens} tokens",
+                "use one --block-size and one attention backend",
+            )
 
 
 def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
@@ -212,22 +177,12 @@ def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
     for plane in theirs:
         found[plane.layer, plane.content].append(plane)
     for name, layer in ours.layers.items():
-        if not _is_whole(layer):
-            continue
-        for plane in layer.planes:
-            for remote in found[name, plane.content]:
-                _check(name, layer, remote, plane)
-
-
-def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:
-    try:
-        check_whole(remote, local)
-    except UnplannableCopy as error:
-        raise PeerRefused(
-            f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
-            "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
-        ) from error
-
-
-def _is_whole(layer: LayerCache) -> bool:
-    return layer.planes[0].is_whole
+        for plane in layer.planes if layer.planes[0].is_whole else ():
+            try:
+                for remote in found[name, plane.content]:
+                    check_whole(remote, plane)
+            except UnplannableCopy as error:
+                raise PeerRefused(
+                    f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
+                    "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
+                ) from error

@@ -10,12 +10,12 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.block_shapes import ONE_SIZE
 from kvpatch.peer.remote_geometry import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.state_division import StateDivision
 
-ONE_SIZE = "use one --tensor-parallel-size on both sides"
 _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
 
 

@@ -10,8 +10,8 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import unknown_kind
-from kvpatch.peer.remote_states import ONE_SIZE, check_state_sizes, undivided
+from kvpatch.peer.block_shapes import ONE_SIZE, unknown_kind
+from kvpatch.peer.remote_states import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
 from kvpatch.worker.shared_rows import Holder, Page, SharedRows, regions_of
 from kvpatch.worker.state_division import StateDivision
