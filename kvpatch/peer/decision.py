@@ -17,16 +17,16 @@ from kvpatch.peer.accepted_peers import as_accepted, of_other_release, refuse_ot
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
 from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
-from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
+from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds, peer_regions
 from kvpatch.peer.remote_states import (
-    are_states_missed,
     check_ranks_of_states,
     check_state_sizes,
-    has_copied_states,
+    is_misread,
     sizes_at_peer,
+    states_of_peer,
 )
 from kvpatch.peer.unread_caches import UnreadCache, check_unread
-from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, check_key_order, complete
+from kvpatch.peer.unstated_blocks import DeclaredGeometry, check_key_order, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 
@@ -129,20 +129,26 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
         completed = complete(ours, peer, local.declared)
-        peer = completed.peer
+        peer, is_open = completed.peer, completed.is_open
         if not local.has_sure_layout and peer.layout not in (None, ours.layout):
             raise PeerRefused(
                 "the caches of this device have no storage, and a peer on one like it may have "
                 "another layout than it states",
                 "set ENABLE_KVPATCH there too",
             )
-        if completed.is_open:
-            _check_like(ours, completed)
-        if _is_stocks(local, peer) or _is_joined(local, peer, facts):
+        is_right = is_compatible(ours, peer)
+        if is_open and not (is_right and completed.is_like):
+            raise PeerRefused(
+                "this vLLM's handshake does not say all of its blocks, and they are not like ours",
+                f"set {' and '.join(completed.variables)} to what P has, or set ENABLE_KVPATCH on "
+                "P",
+            )
+        is_ours = local.reads_all or is_misread(ours, peer)
+        if (is_right and not is_ours) or _is_joined(local, peer, facts):
             check_state_sizes(peer, sizes_at_peer(ours, peer))
             return Stock(completed.variables)
         _check_block_lists(local, peer, facts)
-        return Read(mapping_of(local, peer), completed.variables if completed.is_open else ())
+        return Read(_mapping_of(local, peer), completed.variables if is_open else ())
     except PeerRefused as error:
         return with_both_geometries(ours, peer, error)
 
@@ -153,30 +159,10 @@ def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRe
     return Refuse(f"{both}; {error.reason}", error.cure)
 
 
-def _check_like(ours: LocalGeometry, completed: Completed) -> None:
-    """Refuses a peer that leaves something open and does not fit a like engine."""
-    if is_compatible(ours, completed.peer) and completed.is_like:
-        return
-    variables = " and ".join(completed.variables)
-    raise PeerRefused(
-        "this vLLM's handshake does not say all of its blocks, and they are not like ours",
-        f"set {variables} to what P has, or set ENABLE_KVPATCH on P",
-    )
-
-
-def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
-    """True if the release reads a peer rightly, and may."""
-    ours = local.geometry
-    is_right = is_compatible(ours, peer) and not has_copied_states(ours, peer)
-    return is_right and not (local.reads_all or are_states_missed(ours, peer))
-
-
-def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
+def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     """Returns where a peer's layers lie, and where they overlap ours."""
     from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of these
-    from kvpatch.peer.remote_geometry import peer_regions
     from kvpatch.peer.remote_ranks import RemoteRank
-    from kvpatch.peer.remote_states import states_of_peer
 
     check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
@@ -239,48 +225,12 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
     refuse_other_rows(ours.facts, ours.backend, peer.backend)
-    if peer.key_order not in (None, ours.key_order):  # a CPU whose processor packs keys otherwise
-        _refuse_undecidable(ours, peer)
-        return False
-    same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
-    if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
-        return True
-    if not same_split:
-        _refuse_unknown_split(ours, peer)
-    _refuse_undecidable(ours, peer)
-    return False
-
-
-def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    same_tokens = peer.block_tokens == ours.block_tokens and (
-        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-    )
-    same_layout = peer.layout in (None, ours.layout) or _has_same_bytes(ours, peer)
-    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
-    same_heads = peer.tp_size == ours.tp_size or (
-        (_has_heads_in_pieces(ours) or not ours.has_heads)
-        and not has_ranks_unmet(ours, peer)
-        and not has_replicated_heads(ours, peer)
-        and not split_by_nobody(ours, peer)
-    )
-    return same_tokens and same_layout and same_heads
-
-
-def _has_same_bytes(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if two layouts are the same bytes: without heads LBHNC and LBNHC are."""
-    return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
-
-
-def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
-    if ours.layout in NAMED_LAYOUTS:
-        return inner_layout(ours.layout) == "HND"
-    return ours.inner_layout == "HND"
-
-
-# --- what nobody can tell of a peer of another geometry ------------------------------------
-
-
-def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    if peer.key_order in (None, ours.key_order):  # else a CPU's whose processor packs them so
+        same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
+        if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
+            return True
+        if not same_split and ours.kv_split != "together":
+            _refuse_unknown_split(ours, peer)
     check_key_order(ours, peer)
     if peer.kernel_blocks_per_block is None and ours.kernel_sizes is None:
         raise PeerRefused(
@@ -293,12 +243,29 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
             f"its attention backend is {peer.backend}, ours {ours.backend}",
             "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
+    return False
+
+
+def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    same_tokens = peer.block_tokens == ours.block_tokens and (
+        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+    )
+    # Without heads these two are the same bytes.
+    are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
+    same_layout = peer.layout in (None, ours.layout) or are_latents
+    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
+    inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
+    same_heads = peer.tp_size == ours.tp_size or (
+        (inner == "HND" or not ours.has_heads)
+        and not has_ranks_unmet(ours, peer)
+        and not has_replicated_heads(ours, peer)
+        and not split_by_nobody(ours, peer)
+    )
+    return same_tokens and same_layout and same_heads
 
 
 def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Refuses a peer whose keys and values are together by its statement, and may not be."""
-    if ours.kv_split == "together":
-        return
     if peer.layout is None:
         raise PeerRefused(
             "this release's handshake states no layout, which tells heads from tokens where P's "
