@@ -324,10 +324,11 @@ def _in_cross_layer_blocks(
     """
     if {ours.key_order, peer.key_order} - {None, KeyOrder.ROW_MAJOR}:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
-    groups, divisions = ours.cross_layer_groups, (ours.places,)
+    groups = ours.cross_layer_groups
+    divisions: Sequence[Sequence[Sequence[str]]] = (ours.places,)
     is_packed = groups is not None and packed_digest(groups) == form.places
     if groups is not None and is_packed:
-        divisions = tuple(tuple((name,) for name in group) for group in groups)
+        divisions = [[(name,) for name in group] for group in groups]
     elif (ours.cross_layer_places or places_digest(ours.places)) != form.places:
         raise PeerRefused(
             "its attention groups have other layers side by side than ours",
