@@ -14,7 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
-from kvpatch.geometry.layout_strides import row_bytes
+from kvpatch.geometry.layout_strides import Axes, row_bytes
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.geometry.tensor_facts import Memory
@@ -32,6 +32,26 @@ class BlockShape(NamedTuple):
     first_head: int
     heads: int
     tokens: int
+
+
+class Piece(NamedTuple):
+    """Some heads of a layer of ours, in one dense piece of each block of a peer's region.
+
+    Attributes:
+        members: our planes of what is in it.
+        offset_bytes: from the region's start to the piece in the first block.
+    """
+
+    members: Sequence[Plane]
+    region: int
+    axes: Axes
+    shape: BlockShape
+    offset_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the bytes that it takes of a block."""
+        return self.shape.tokens * self.shape.heads * row_bytes(self.members)
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:

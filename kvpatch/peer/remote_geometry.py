@@ -9,26 +9,21 @@ layout's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
-    LAYERS_INSIDE_BLOCKS,
     NHD,
     PACKED_HND,
     PACKED_NHD,
     Axes,
     DenseBlocks,
-    block_axes,
-    inner_layout_of_axes,
     row_bytes,
 )
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
 from kvpatch.peer.agent_metadata import (
     MOST_TOKENS,
     AgentMetadata,
@@ -37,7 +32,7 @@ from kvpatch.peer.agent_metadata import (
     places_digest,
 )
 from kvpatch.peer.block_shapes import (
-    BlockShape,
+    Piece,
     check_blocks,
     check_planes,
     check_tokens,
@@ -45,30 +40,10 @@ from kvpatch.peer.block_shapes import (
     page_bytes_at,
     peer_memory,
     shape_at_peer,
-    tokens_of,
 )
+from kvpatch.peer.named_regions import by_layout
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
-from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
-
-
-class Piece(NamedTuple):
-    """Some heads of a layer of ours, in one dense piece of each block of a peer's region.
-
-    Attributes:
-        members: our planes of what is in it.
-        offset_bytes: from the region's start to the piece in the first block.
-    """
-
-    members: Sequence[Plane]
-    region: int
-    axes: Axes
-    shape: BlockShape
-    offset_bytes: int = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Returns the bytes that it takes of a block."""
-        return self.shape.tokens * self.shape.heads * row_bytes(self.members)
+from kvpatch.worker.registered_caches import LayerCache
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
@@ -77,7 +52,7 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
     if peer.form is not None:
         pieces = _in_cross_layer_blocks(ours, peer, peer.form)
     elif ours.units is not None and peer.cache_shape in (None, "packed"):
-        pieces = _by_layout(ours, ours.units, peer)
+        pieces = by_layout(ours, ours.units, peer)
     else:
         pieces = _by_number(ours, peer)
     memory, keys = peer_memory(ours, peer), peer.key_order or ours.key_order
@@ -208,108 +183,6 @@ def _regions(
         found.setdefault(place, []).append(plane)
         number += 1
     return found
-
-
-# --- from 0.29 on: the layout's name says what regions are ----------------------------
-
-
-def _by_layout(
-    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
-) -> Iterator[Piece]:
-    """Yields the pieces of regions that are what their layout's name makes them."""
-    if ours.layers_differ_in_shape:
-        _check_plan(ours, peer)
-    has_layers_inside = peer.layout in LAYERS_INSIDE_BLOCKS
-    stated = peer.block_tokens or ours.block_tokens
-    shapes, sizes = {}, {}
-    for name, layer in ours.layers.items():
-        size_bytes = peer.block_bytes[0]
-        if has_layers_inside:
-            size_bytes = page_bytes_at(ours, peer, layer, stated)
-        shapes[name] = shape_at_peer(ours, peer, layer.planes, size_bytes)
-        _, heads, tokens = shapes[name]
-        sizes[name] = LayerSizes(heads, row_bytes(layer.planes), tokens)
-    block_bytes, names = peer.block_bytes, names_by_attention(ours, peer)
-    is_packed = ours.layers_differ_in_shape and has_layers_inside
-    if is_packed:
-        # Layers of several groups may begin in one place, with pages of several sizes: only the
-        # cross-layer blocks that all lie in say where each is.
-        block_bytes, names = peer.stride_bytes[:1], None
-    regions = Regions(str(peer.layout), block_bytes, names)
-    slices = regions.slices(units, ours.cross_layer_groups, sizes)
-    _check_places(slices, sizes, peer, is_packed=is_packed)
-    axes = block_axes(str(peer.layout))
-    if (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-        if inner_layout_of_axes(axes) == "NHD" and any(
-            one.heads > 1 for of_layer in slices.values() for one in of_layer
-        ):
-            raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
-        axes = BY_COLUMN
-    for name, layer in ours.layers.items():
-        first_head, _, tokens = shapes[name]
-        for one in slices[name]:
-            shape = BlockShape(first_head + one.first_head, one.heads, tokens)
-            yield Piece(layer.planes, one.region, axes, shape, one.offset_bytes)
-
-
-def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose release plans other groups for layers of several shapes.
-
-    Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
-    one size; where blocks are, they have one number of tokens, and pages lie packed.
-    """
-    is_packed = peer.layout in LAYERS_INSIDE_BLOCKS
-    if is_packed and len(tokens_of(ours.layers, ours.layers)) == 1:
-        return
-    if peer.layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
-        raise PeerRefused(
-            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
-            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
-        )
-    if differ_in_page_bytes(ours.layers):
-        raise PeerRefused(
-            "our layers of several shapes are packed into rows, and its have pages of one size, "
-            "in other groups",
-            "use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D (KVCACHED_CONTIGUOUS_LAYOUT=false "
-            "with kvcached)",
-        )
-
-
-def _check_places(
-    slices: Mapping[str, tuple[RegionSlice, ...]],
-    sizes: Mapping[str, LayerSizes],
-    peer: AgentMetadata,
-    *,
-    is_packed: bool,
-) -> None:
-    """Refuses a peer that states other places of its layers than ours would have there."""
-    starts = {one.offset_bytes for of_layer in slices.values() for one in of_layer}
-    begin = {address - peer.addresses[0] for address in peer.addresses}
-    if is_packed and not (begin <= starts and len(set(peer.stride_bytes)) == 1):
-        raise PeerRefused(
-            f"its regions begin {sorted(begin)} bytes behind the first, every "
-            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}",
-            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
-        )
-    found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
-    if peer.packed_layers and found != set(peer.packed_layers):
-        raise PeerRefused(
-            "its layers follow one another in a block's row in another way than ours would",
-            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
-        )
-
-
-def names_by_attention(ours: LocalGeometry, peer: AgentMetadata) -> tuple[str, ...] | None:
-    """Returns which attention layer's each of a peer's regions is; None where it names none.
-
-    A region is named after the layer that was registered first there, which in a hybrid model
-    may be one with recurrent state.
-    """
-    if peer.region_names is None:
-        return None
-    there = {layer.planes[0].address: name for name, layer in reversed(tuple(ours.layers.items()))}
-    states = {name: there.get(pages.address, name) for name, pages in ours.states.items()}
-    return tuple(states.get(name, name) for name in peer.region_names)
 
 
 # --- cross-layer blocks ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE
-from kvpatch.peer.remote_geometry import names_by_attention
+from kvpatch.peer.named_regions import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.state_division import StateDivision

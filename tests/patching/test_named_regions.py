@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, DenseBlocks, block_axes
 from kvpatch.geometry.plane import Plane, Strides
-from kvpatch.geometry.region_slices import LayerSizes, Regions
 from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.peer.block_shapes import BlockShape, Piece
+from kvpatch.peer.named_regions import NamedRegions
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
-from .whole_caches import CacheSizes, named_layout
-
-pytestmark = pytest.mark.geometry
+pytestmark = pytest.mark.patching
 
 MEMORY = Memory("VRAM")
 START = 1 << 20
@@ -57,24 +57,28 @@ def test_every_head_is_where_the_whole_cache_has_it(layout: str, sizes: CacheSiz
     layers = "abcd"[: sizes.layers]
     whole = named_layout(layout).planes(sizes, START, MEMORY, layers)
     places = _regions(layout, sizes)
-    stated = Regions(layout, tuple(length for _, length, _ in places), None)
-    size = LayerSizes(sizes.heads, 2 * sizes.channels * sizes.item_bytes, sizes.block_tokens)
-    slices = stated.slices([(name,) for name in layers], [layers], dict.fromkeys(layers, size))
+    stated = NamedRegions(layout, tuple(length for _, length, _ in places), None)
+    shape = BlockShape(0, sizes.heads, sizes.block_tokens)
+    blocks = {
+        name: Piece(whole[2 * number : 2 * number + 2], 0, block_axes(layout), shape)
+        for number, name in enumerate(layers)
+    }
+    pieces = stated.pieces([(name,) for name in layers], [layers], blocks)
 
     found = tuple(
         plane
-        for number, name in enumerate(layers)
-        for piece in slices[name]
+        for name in layers
+        for piece in pieces[name]
         for plane in DenseBlocks(
             places[piece.region][0] + piece.offset_bytes,
             places[piece.region][2],
-            block_axes(layout),
+            piece.axes,
             sizes.blocks,
-            piece.heads,
-            sizes.block_tokens,
-            piece.first_head,
+            piece.shape.heads,
+            piece.shape.tokens,
+            piece.shape.first_head,
             MEMORY,
-        ).planes(whole[2 * number : 2 * number + 2])
+        ).planes(piece.members)
     )
 
     assert _by_head(found) == _by_head(whole)
