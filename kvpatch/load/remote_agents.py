@@ -22,7 +22,7 @@ from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.load.transfer_handles import blocks_undivided
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse
+from kvpatch.peer.decision import Decision, LocalCache, Read
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     book_own_cut,
@@ -246,8 +246,8 @@ class Handshake:
         Raises:
             PeerRefused: the decision is a refusal.
         """
-        if isinstance(decision, Refuse):
-            raise decision.error
+        if isinstance(decision, PeerRefused):
+            raise decision
         state = worker_state(self.worker)
         named = state.of(NamedPeers).accepted()
         if named is not None:

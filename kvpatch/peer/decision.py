@@ -60,24 +60,8 @@ class Read:
     open_to: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Refuse:
-    """The decision to refuse the peer: neither the release nor kvpatch can read it.
-
-    Attributes:
-        reason: both geometries, and what keeps one from the other.
-        cure: what would help.
-    """
-
-    reason: str
-    cure: str
-
-    @property
-    def error(self) -> PeerRefused:
-        return PeerRefused(self.reason, self.cure)
-
-
-Decision = Stock | Read | Refuse
+#: A refusal is the error that the handshake ends with: neither the release nor kvpatch can read it.
+Decision = Stock | Read | PeerRefused
 
 # --- what it is made of -----------------------------------------------------------------
 
@@ -115,7 +99,7 @@ def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: Releas
         check_unread(local, remote, facts)
     except PeerRefused as error:
         reason = f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}"
-        return Refuse(reason, error.cure)
+        return PeerRefused(reason, error.cure)
     return Stock()
 
 
@@ -153,10 +137,12 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
         return with_both_geometries(ours, peer, error)
 
 
-def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused) -> Refuse:
+def with_both_geometries(
+    ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused
+) -> PeerRefused:
     """Turns an error into a refusal that starts with both geometries."""
     both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
-    return Refuse(f"{both}; {error.reason}", error.cure)
+    return PeerRefused(f"{both}; {error.reason}", error.cure)
 
 
 def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -188,22 +188,18 @@ def _versions(own: OwnFactors) -> dict[str, ReleaseFacts]:
     return {version: own.facts} | found | {version: own.facts}
 
 
-@dataclass(eq=False)
-class NamedPeers:
+class NamedPeers(threading.local):
     """The accepted peers of a worker's handshakes, which have threads of their own, one each."""
 
-    _accepted: dict[int, Explanation] = field(default_factory=dict)
+    _named: Explanation | None = None
 
     def accept(self, named: Explanation | None) -> None:
         """Keeps how the peer of this thread's handshake differs; None where it has our hash."""
-        if named is None:
-            self._accepted.pop(threading.get_ident(), None)
-        else:
-            self._accepted[threading.get_ident()] = named
+        self._named = named
 
     def accepted(self) -> Explanation | None:
         """Returns how the peer of this thread's handshake differs; None if it has our hash."""
-        return self._accepted.get(threading.get_ident())
+        return self._named
 
 
 class ComparedHash(str):

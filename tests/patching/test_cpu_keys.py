@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import SettingsError
+from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.decision import Read, Refuse, Stock, decide
+from kvpatch.peer.decision import Read, Stock, decide
 from kvpatch.peer.unstated_blocks import (
     BY_WORD,
     DeclaredGeometry,
@@ -69,9 +69,9 @@ def test_a_peer_is_read_as_what_is_known_of_it(own: KeyOrder, theirs: KeyOrder, 
 def test_nobody_knows(own: KeyOrder) -> None:
     found = decided(own, peer_of_two_bytes())
 
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     for word in ("KVPATCH_PEER_KEYS", "tiles", "columns", "ENABLE_KVPATCH on P", "float32"):
-        assert word in str(found.error)
+        assert word in str(found)
 
 
 @pytest.mark.parametrize("own", [COLUMNS, TILES])
@@ -108,8 +108,8 @@ def test_other_types_of_two_bytes_are_by_column(own: KeyOrder) -> None:
 def test_a_wrong_declaration_is_refused_where_p_says_otherwise(own: KeyOrder) -> None:
     found = decided(own, peer_of_two_bytes(), stated=TILES, declared=COLUMNS)
 
-    assert isinstance(found, Refuse)
-    assert "KVPATCH_PEER_KEYS declares columns and P has keys in tiles" in str(found.error)
+    assert isinstance(found, PeerRefused)
+    assert "KVPATCH_PEER_KEYS declares columns and P has keys in tiles" in str(found)
 
 
 def test_a_peer_with_rows_is_read_into_tiles() -> None:

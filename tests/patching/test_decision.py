@@ -19,7 +19,7 @@ from kvpatch.peer.agent_metadata import (
     StatedBlocks,
     read_agent_metadata,
 )
-from kvpatch.peer.decision import LocalCache, Read, Refuse, Stock, decide
+from kvpatch.peer.decision import LocalCache, Read, Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
@@ -246,9 +246,9 @@ def _says(found: object, expected: Any) -> None:
     if isinstance(expected, type):
         assert isinstance(found, expected), found
         return
-    assert isinstance(found, Refuse), found
+    assert isinstance(found, PeerRefused), found
     assert expected in found.cure
-    assert str(found.error) == f"{found.reason}: {found.cure}"
+    assert str(found) == f"{found.reason}: {found.cure}"
     assert "engine" in found.reason and "cannot be read" in found.reason
 
 
@@ -380,7 +380,7 @@ def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
     found = decide(ours(), theirs(), OLDEST)
 
     _says(found, expected)
-    if not isinstance(found, Refuse):
+    if not isinstance(found, PeerRefused):
         assert found.open_to == variables
 
 
@@ -459,8 +459,8 @@ def test_what_joins_is_cut_by_nobody(kinds: tuple[Kind, ...], block_tokens: int)
 
     found = decide(ours, replace(PEER, block_tokens=block_tokens), NEWEST)
 
-    assert isinstance(found, Refuse)
-    assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found.error)
+    assert isinstance(found, PeerRefused)
+    assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found)
 
 
 def test_what_joins_is_the_releases_beside_what_we_read() -> None:
@@ -475,12 +475,12 @@ def test_what_joins_is_the_releases_beside_what_we_read() -> None:
         decide(replace(ours, reads_all=True), theirs, NEWEST),
         decide(ours, peer(block_tokens=8, kv_cache_layout="LBNHC"), NEWEST),
     ):
-        assert isinstance(refused, Refuse), refused
+        assert isinstance(refused, PeerRefused), refused
         assert "move whole" in refused.reason
 
 
 def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:
-    error = Refuse("engine p cannot be read", "use another").error
+    error = PeerRefused("engine p cannot be read", "use another")
 
     assert isinstance(error, PeerRefused)
     assert str(error) == "engine p cannot be read: use another"

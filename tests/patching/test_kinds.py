@@ -12,7 +12,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.decision import Decision, LocalCache, Refuse, Stock, decide, is_compatible
+from kvpatch.peer.decision import Decision, LocalCache, Stock, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
@@ -210,8 +210,8 @@ def test_what_the_release_alone_reads_is_not_shared_out(
     assert _decided(found, (1, 1), knows_keys=knows_keys) == Stock()
     decided = _decided(found, ranks, knows_keys=knows_keys)
 
-    assert isinstance(decided, Refuse if is_refused else Stock)
-    if isinstance(decided, Refuse):
+    assert isinstance(decided, PeerRefused if is_refused else Stock)
+    if isinstance(decided, PeerRefused):
         assert decided.cure == "use one --tensor-parallel-size on both sides"
 
 
@@ -232,8 +232,8 @@ def test_states_that_the_release_alone_reads_from_other_ranks(
 
     assert decide(local, peer, FACTS["0.33.0"]) == Stock()
     decided = decide(local, replace(peer, tp_size=2), FACTS["0.33.0"])
-    assert isinstance(decided, Refuse) is bool(words)
-    if isinstance(decided, Refuse):
+    assert isinstance(decided, PeerRefused) is bool(words)
+    if isinstance(decided, PeerRefused):
         assert words in decided.reason
 
 
@@ -258,8 +258,8 @@ def test_states_of_other_types_are_not_left_to_the_release(
 
     decided = decide(local, peer, FACTS["0.33.0"])
 
-    assert isinstance(decided, Refuse if is_refused else Stock)
-    if isinstance(decided, Refuse):
+    assert isinstance(decided, PeerRefused if is_refused else Stock)
+    if isinstance(decided, PeerRefused):
         assert f"its recurrent states take {stated} bytes" in decided.reason
 
 
@@ -280,7 +280,10 @@ def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
 
     decided = decide(local, peer, FACTS["0.33.0"])
 
-    assert isinstance(decided, Refuse) and "a share of their heads" in decided.reason + decided.cure
+    assert (
+        isinstance(decided, PeerRefused)
+        and "a share of their heads" in decided.reason + decided.cure
+    )
     rows = LocalCache(replace(ours, states=states), ())
     assert decide(rows, peer, FACTS["0.33.0"]) == Stock()
 
@@ -299,5 +302,5 @@ def test_what_the_release_alone_reads_is_not_cut_either() -> None:
     assert decided(INDEXER, like_of_two) == Stock()  # each rank has all of it
     for found, peer in ((STRANGE, unlike), (STRANGE, like_of_two), (INDEXER, unlike)):
         refused = decided(found, peer)
-        assert isinstance(refused, Refuse)
+        assert isinstance(refused, PeerRefused)
         assert re.search("StrangeBackend|an indexer", refused.reason)

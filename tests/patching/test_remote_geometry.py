@@ -23,7 +23,7 @@ from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import unstated_blocks as unstated
 from kvpatch.peer.agent_metadata import read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.decision import LocalCache, Read, Refuse, decide, is_compatible
+from kvpatch.peer.decision import LocalCache, Read, decide, is_compatible
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     check_descriptors,
@@ -194,8 +194,8 @@ def test_a_refusal_has_both_geometries_and_what_helps():
     peer = _stated(block_lens=[4096, 4096], block_strides=[4096, 4096])
     refused = decide(LocalCache(ours, planes), peer, NEWEST)
 
-    assert isinstance(refused, Refuse)
-    message = str(refused.error)
+    assert isinstance(refused, PeerRefused)
+    message = str(refused)
     assert "blocks of 64 tokens" in message and "blocks of 16 tokens" in message
     assert "4096" in message and "--kv-cache-dtype" in message
 
@@ -676,5 +676,5 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
     if not refused:
         assert isinstance(found, Read)
         return
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "drafted tokens" in found.reason

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.peer.decision import Refuse, Stock, decide
+from kvpatch.peer.decision import Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.shared_rows import Holder, Page, Region, SharedRows, regions_of
 
@@ -47,8 +48,8 @@ def _decided(rows: SharedRows, ranks: tuple[int, int], regions: tuple[Region, ..
         block_bytes=tuple(region.size_bytes for region in regions),
     )
     found = decide(local, remote, FACTS["0.33.0"])
-    assert isinstance(found, Refuse | Stock)
-    return found.reason if isinstance(found, Refuse) else ""
+    assert isinstance(found, PeerRefused | Stock)
+    return found.reason if isinstance(found, PeerRefused) else ""
 
 
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])

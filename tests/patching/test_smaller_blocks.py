@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.smaller_blocks import Blocks, why_misread
 from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
-from kvpatch.peer.decision import Decision, Refuse, Stock, decide
+from kvpatch.peer.decision import Decision, Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
 
@@ -186,13 +186,13 @@ def test_a_peer_is_refused_where_every_request_would_be_wrong(
     if not refused:
         assert decided == Stock()
     else:
-        assert isinstance(decided, Refuse) and refused in decided.reason
+        assert isinstance(decided, PeerRefused) and refused in decided.reason
 
 
 def test_keys_by_column_are_never_read_as_rows() -> None:
     decided = _decided(_worker(), KeyOrder.COLUMN_MAJOR, 16, "0.20.1")
 
-    assert isinstance(decided, Refuse) and "by column" in decided.reason
+    assert isinstance(decided, PeerRefused) and "by column" in decided.reason
 
 
 def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:

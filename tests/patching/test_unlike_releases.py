@@ -17,7 +17,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.decision import Read, Refuse, decide
+from kvpatch.peer.decision import Read, decide
 from kvpatch.peer.interpreter import Interpretation, InterpretedSocket
 from kvpatch.peer.other_releases import (
     NULLABLE,
@@ -330,14 +330,14 @@ def test_where_keys_and_values_lie_follows_from_the_release(release: str, shape:
 def test_what_cannot_be_told_is_refused(changes: Mapping[str, Any], message: str) -> None:
     found = decided(stated("0.25.1", **changes))
 
-    assert isinstance(found, Refuse), found
+    assert isinstance(found, PeerRefused), found
     assert message in found.reason
 
 
 def test_a_backend_that_nobody_states_is_refused() -> None:
     found = decided(stated("0.19.1"))
 
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "not stated" in found.reason
 
 
@@ -347,7 +347,7 @@ def test_windows_states_and_other_ranks_are_refused() -> None:
     assert "full attention" in decided(statement, groups=(frozenset("a"), frozenset("b"))).reason
     two = read_statement(statement, NEWEST, 0, 2)
     found = decide(local(backend=FLASH_ATTENTION), two, NEWEST)
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "tensor-parallel ranks" in found.reason
 
 
