@@ -82,34 +82,37 @@ def leaves_open(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry) -> Completed:
     """Fills in what a peer's metadata leaves open."""
+    variables, is_like = list[str](), True
     if ours.misreads_blocks and peer.form is None:
         peer = replace(peer, block_tokens=None)
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
     if peer.stated_blocks is not None:
         peer = _as_stated(ours, peer, peer.stated_blocks)
-    found = Completed(peer)
     if peer.block_tokens is None:  # <= 0.11.0: no block is cut, and items may differ in size
         peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
-        is_open = declared.block_tokens is None
-        found = Completed(peer, (settings.PEER_BLOCK_SIZE,) if is_open else ())
-    found = _with_cut(ours, found, declared)
-    peer = found.peer
+        variables += [settings.PEER_BLOCK_SIZE] * (declared.block_tokens is None)
+    elif peer.kernel_blocks_per_block is None:  # 0.11.1 to 0.20: a backend may cut blocks
+        own, parts = ours.kernel_blocks_per_block, _possible_cuts(ours, peer, declared)
+        if len(parts) != 1:
+            variables.append(settings.PEER_BLOCK_SIZE)
+            is_like = not parts or own in parts
+        if parts:
+            peer = replace(peer, kernel_blocks_per_block=own if own in parts else parts[0])
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     is_open = peer.layout is None and heads > 1 and (peer.block_tokens or 2) > 1  # 0.10.0
     if is_open and ours.key_order is KeyOrder.ROW_MAJOR and ours.has_heads:
         peer = replace(peer, layout=declared.layout)
-        found = replace(found, peer=peer)
         if declared.layout is None:
-            is_like = found.is_like and ours.inner_layout == _UNTOLD_LAYOUT
-            found = Completed(peer, (*found.variables, settings.PEER_LAYOUT), is_like)
+            variables.append(settings.PEER_LAYOUT)
+            is_like = is_like and ours.inner_layout == _UNTOLD_LAYOUT
     _check_declared(peer, declared)
-    found = replace(found, peer=_with_key_order(ours, peer, declared.keys))
+    peer = _with_key_order(ours, peer, declared.keys)
     is_by_column = ours.key_order is not KeyOrder.ROW_MAJOR
     is_cpus = is_by_column and peer.backend in (None, ours.backend)
-    if found.peer.key_order is None and is_cpus and may_be_tiled(ours, peer):
-        found = replace(found, variables=(*found.variables, settings.PEER_KEYS))
-    return found
+    if peer.key_order is None and is_cpus and may_be_tiled(ours, peer):
+        variables.append(settings.PEER_KEYS)
+    return Completed(peer, tuple(variables), is_like)
 
 
 def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -> AgentMetadata:
@@ -135,29 +138,20 @@ def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -
     )
 
 
-def _with_cut(ours: LocalGeometry, found: Completed, declared: DeclaredGeometry) -> Completed:
-    """Completes the kernel blocks in a block, where a backend may cut blocks (0.11.1 to 0.20)."""
-    peer, sizes, wanted = found.peer, ours.kernel_sizes, declared.block_tokens
-    tokens = peer.block_tokens
-    if peer.kernel_blocks_per_block is not None or tokens is None:
-        return found
-    if sizes is None and wanted is not None and wanted % tokens == 0:
-        return replace(found, peer=replace(peer, kernel_blocks_per_block=wanted // tokens))
-    if sizes is None:
-        return replace(found, variables=(settings.PEER_BLOCK_SIZE,))
-    every = sizes.parts(tokens)
+def _possible_cuts(
+    ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry
+) -> tuple[int, ...]:
+    """Returns how many kernel blocks a peer's block may be cut into; none where nobody knows."""
+    tokens, wanted = peer.block_tokens or ours.block_tokens, declared.block_tokens
+    if ours.kernel_sizes is None:
+        return () if wanted is None or wanted % tokens else (wanted // tokens,)
+    every = ours.kernel_sizes.parts(tokens)
     # It counts kernel blocks, so many to a block.
     parts = tuple(n for n in every if peer.blocks % n == 0) or every
-    if wanted is not None:
-        parts = tuple(n for n in parts if n * tokens == wanted)
-    if not parts:
+    found = tuple(n for n in parts if wanted in (None, n * tokens))
+    if not found:
         raise _not_as_declared(declared, f"kernel blocks of {tokens} tokens")
-    own = ours.kernel_blocks_per_block
-    is_like = own in parts
-    peer = replace(peer, kernel_blocks_per_block=own if is_like else parts[0])
-    if len(parts) == 1:
-        return replace(found, peer=peer)
-    return Completed(peer, (settings.PEER_BLOCK_SIZE,), is_like)
+    return found
 
 
 def _check_declared(peer: AgentMetadata, declared: DeclaredGeometry) -> None:
