@@ -27,12 +27,8 @@ from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     book_own_cut,
     check_descriptors,
-    has_ranks_unmet,
-    heads_without_replication,
-    homogeneous_layout,
     homogeneous_metadata,
-    layout_called,
-    model_of_heads,
+    taken_for_like,
 )
 from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
 from kvpatch.peer.peer_hash import NamedPeers
@@ -315,13 +311,8 @@ class Handshake:
             most_blocks=ours.kernel_blocks_per_block,
         )
         book_own_cut(self.worker, self.facts, ours, peer.engine_id)
-        shown_ranks = ours.tp_size if has_ranks_unmet(ours, peer) else self.tp_size
-        heads = heads_without_replication(ours, peer)
-        with (
-            layout_called(self.worker, self.facts, homogeneous_layout(ours)),
-            model_of_heads(self.worker, self.facts, heads),
-        ):
-            return self._book(view, shown_ranks)
+        with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
+            return self._book(view, ranks)
 
 
 def _reader(state: WorkerState) -> Reader:

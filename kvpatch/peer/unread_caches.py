@@ -93,7 +93,8 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
         joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
         for layer, kind in local.kinds.items():
             has_tokens = same_tokens or (kind.joins and joins)
-            _check_uncut(layer, kind, has_tokens, has_heads=same_ranks or not local.has_heads)
+            has_heads = same_ranks or not local.has_heads
+            _check_uncut(layer, kind, has_tokens=has_tokens, has_heads=has_heads)
     if not same_ranks:
         _check_states(local.divisions)
     check_state_sizes(remote, local.sizes_on(remote.tp_size))
@@ -123,10 +124,14 @@ def _check_mirror(local: UnreadCache, remote: AgentMetadata, *, is_read: bool) -
         )
 
 
-def _check_uncut(layer: str, kind: Kind, has_tokens: bool, *, has_heads: bool) -> None:
+def _check_uncut(layer: str, kind: Kind, *, has_tokens: bool, has_heads: bool) -> None:
     """Refuses a peer of whose blocks the release would cut what moves whole.
 
     What has no heads is whole on every rank, and the release reads it so, but for some rings.
+
+    Args:
+        has_tokens: True if the release reads all tokens of a block.
+        has_heads: True if it reads all of its heads.
     """
     if not kind.is_known:
         raise unknown_kind(layer, kind)

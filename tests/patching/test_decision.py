@@ -141,6 +141,9 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P",
     ),
     "like us, and all is ours": (lambda: local(reads_all=True), peer, Read),
+    "memory of two kinds": (
+        local, lambda: peer(region_mem_types=["DRAM", "VRAM"]), "on one device or on the host",
+    ),
     "a layout of no name": (
         local, lambda: peer(kv_cache_layout="NOPE"), "VLLM_KV_CACHE_LAYOUT",
     ),
@@ -392,6 +395,7 @@ def test_what_cannot_be_read_as_anything_is_refused() -> None:
 UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
     "like us": (UNREAD, PEER, Stock),
     "other blocks": (UNREAD, replace(PEER, block_tokens=64), Stock),
+    "memory of two kinds": (UNREAD, stating(memory_kinds=("DRAM", "VRAM")), Stock),
     "a host buffer that needs us": (
         replace(UNREAD, needs_reader=True), PEER, "KVPATCH_HOST_BUFFER=never",
     ),
