@@ -91,20 +91,20 @@ def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     for name, layer in ours.layers.items():
         shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
         for region, members in _regions(name, layer, ours, peer).items():
-            in_turns = len(members) == 2 and layer.has_heads_by_turns
-            # Heads by turns are a token's keys and values side by side, head by head.
-            axes = PACKED_NHD
-            if not in_turns or (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-                axes = _region_axes(len(members) == 2 and shape == "packed", ours, peer)
             found = shape_at_peer(ours, peer, members, peer.block_bytes[region])
-            piece = Piece(members, region, axes, found)
-            if piece.size_bytes != peer.block_bytes[region]:
+            size_bytes = found.tokens * found.heads * row_bytes(members)
+            if size_bytes != peer.block_bytes[region]:
                 raise PeerRefused(
-                    f"{found.tokens} tokens of {found.heads} heads come to {piece.size_bytes} "
-                    f"bytes and not to {peer.block_bytes[region]}",
+                    f"{found.tokens} tokens of {found.heads} heads come to {size_bytes} bytes and "
+                    f"not to {peer.block_bytes[region]}",
                     "both sides need one model, one --kv-cache-dtype and one attention backend",
                 )
-            yield piece
+            by_turns = len(members) == 2 and layer.has_heads_by_turns
+            # Heads by turns are a token's keys and values side by side, head by head.
+            axes = PACKED_NHD
+            if not by_turns or (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
+                axes = _region_axes(len(members) == 2 and shape == "packed", ours, peer)
+            yield Piece(members, region, axes, found)
 
 
 def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
