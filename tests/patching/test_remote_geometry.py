@@ -121,7 +121,7 @@ def _stated(rank=0, size=1, **changes):
 
 
 def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
-    """As `size` ranks state it that name no backend; `changes` are what has been read."""
+    """Returns what `size` ranks state without a backend; `changes` are to what has been read."""
     peer = _stated(0, size, block_tokens=block_tokens, kv_cache_layout=layout)
     return replace(peer, **{"backend": None, **changes})
 
