@@ -162,15 +162,19 @@ def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
     )
     is_split = split_by_nobody(ours, peer)
     for name, layer in ours.layers.items():
-        contents = f"blocks of layer {name} hold {layer.kind.contents}, and move whole"
         if not (layer.kind.is_known or is_like):
             raise unknown_kind(name, layer.kind)
         if is_split and layer.kind.mixes_heads:
-            raise PeerRefused(f"{contents}, never a share of their heads", ONE_SIZE)
+            raise PeerRefused(
+                f"blocks of layer {name} hold {layer.kind.contents}, and move whole, never a share "
+                "of their heads",
+                ONE_SIZE,
+            )
         if layer.planes[0].is_whole and not same_tokens:
             raise PeerRefused(
-                f"{contents}: both sides need kernel blocks of one size, {peer.block_tokens} or "
-                f"{ours.block_tokens} tokens",
+                f"blocks of layer {name} hold {layer.kind.contents}, and move whole: both sides "
+                f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
+                "tokens",
                 "use one --block-size and one attention backend",
             )
 

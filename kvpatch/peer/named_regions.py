@@ -25,7 +25,9 @@ from kvpatch.peer.block_shapes import BlockShape, Piece, page_bytes_at, shape_at
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import differ_in_page_bytes
 
-_ONE_MODEL = "use one model, one attention backend and one --pipeline-parallel-size on both sides"
+_SAME_REGIONS = (
+    "use one model, one attention backend and one --pipeline-parallel-size on both sides"
+)
 
 
 def by_layout(
@@ -112,7 +114,9 @@ class NamedRegions:
         counts = [whole[unit[0]].shape.heads if by_head else 1 for unit in units]
         if len(self.block_bytes) != sum(counts):
             raise PeerRefused(
-                f"layout {self.layout} makes {sum(counts)} regions of our layers", _ONE_MODEL
+                f"layout {self.layout} makes {sum(counts)} regions of our layers",
+                "use one model, one attention backend and one --pipeline-parallel-size on both "
+                "sides",
             )
         is_apart = self.layout in ("BLNHC", "BHLNC") and len(units) > 1
         if is_apart and any(piece.shape.heads > 1 for piece in whole.values()):
