@@ -171,7 +171,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(write_step, _write),
         seams.nixl_handshake(facts): _nixl_handshake,
-        **dict.fromkeys(seams.side_channel_sockets(facts), _zmq_ctx),
+        seams.side_channel_sockets(facts)[0]: _zmq_ctx,  # the worker's
     }
     if facts.listens_in_scheduler:
         found[seams.bind_connector_metadata(facts)] = Step(read_step, _read)
