@@ -119,11 +119,11 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    before = _ASKED.set(InterpretedSocket(interpretation))
+    _ASKED.set(InterpretedSocket(interpretation))
     try:
         return wrapped(host, port, *whose, *more, **named)
     finally:
-        _ASKED.reset(before)
+        _ASKED.set(None)
 
 
 #: What the release's handshake of this thread asks in place of a socket.
