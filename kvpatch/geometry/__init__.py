@@ -11,7 +11,6 @@ The parts, in the order in which a read uses them:
 ``plane``               one kind of content of one layer, and some heads of it
 ``planes_of_tensors``   the planes of a tensor
 ``cross_layer_blocks``  blocks that hold all layers, and the order of these
-``region_slices``       the part of a peer's regions that holds certain heads
 ``segments``            which tokens of which blocks, on both sides
 ``plane_copies``        strided copies between two planes, and whether segments stay inside
 ``token_tiles``         segments by the tiles that a side's tokens lie in

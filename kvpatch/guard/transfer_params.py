@@ -120,8 +120,22 @@ def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestL
         if params.get(name) is None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}", AS_ANSWERED)
-    _check_names(params, facts)
-    _check_address(params, limits)
+    host, port = params["remote_host"], params["remote_port"]
+    _check_text("remote_engine_id", params["remote_engine_id"], _ENGINE_ID_LENGTH)
+    if facts.names_remote_request:
+        _check_text(_REQUEST_ID, params[_REQUEST_ID], _REQUEST_ID_LENGTH)
+        if params[_REQUEST_ID].startswith(_NOT_READS):
+            _refuse(_REQUEST_ID, params[_REQUEST_ID], "the name of a request")
+    _check_text("remote_host", host, _HOST_LENGTH)
+    if not _HOST.fullmatch(host):
+        _refuse("remote_host", host, "a host's name or address")
+    _check_number("remote_port", port, 1, 65535)
+    if not limits.allows_peer(host, port):
+        raise ParamsRefused(
+            f"{FIELD}.remote_host {shown(host)} with port {port} is not among the peers that "
+            "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)",
+            "have the operator of D list it there, if it is a prefill engine of theirs",
+        )
     if not limits.is_push:
         # The peer may hold more than this prompt: a longer one, or the answer to an earlier turn.
         _check_blocks(params[_BLOCKS], facts, max(limits.max_model_len, 1) + _MORE_BLOCKS)
@@ -165,15 +179,6 @@ def _number(value: object) -> object:
     return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
-def _check_names(params: Mapping[str, Any], facts: ReleaseFacts) -> None:
-    _check_text("remote_engine_id", params["remote_engine_id"], _ENGINE_ID_LENGTH)
-    if facts.names_remote_request:
-        request_id = params[_REQUEST_ID]
-        _check_text(_REQUEST_ID, request_id, _REQUEST_ID_LENGTH)
-        if request_id.startswith(_NOT_READS):
-            _refuse(_REQUEST_ID, request_id, "the name of a request")
-
-
 def _check_text(name: str, value: object, most: int) -> None:
     if not isinstance(value, str) or not value:
         _refuse(name, value, "a text")
@@ -181,20 +186,6 @@ def _check_text(name: str, value: object, most: int) -> None:
         _refuse(name, value, f"a text of {most} characters at most (it has {len(value)})")
     elif any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
         _refuse(name, value, "a text without control characters and halves of surrogates")
-
-
-def _check_address(params: Mapping[str, Any], limits: RequestLimits) -> None:
-    host, port = params["remote_host"], params["remote_port"]
-    _check_text("remote_host", host, _HOST_LENGTH)
-    if not _HOST.fullmatch(host):
-        _refuse("remote_host", host, "a host's name or address")
-    _check_number("remote_port", port, 1, 65535)
-    if not limits.allows_peer(host, port):
-        raise ParamsRefused(
-            f"{FIELD}.remote_host {shown(host)} with port {port} is not among the peers that "
-            "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)",
-            "have the operator of D list it there, if it is a prefill engine of theirs",
-        )
 
 
 def _check_number(name: str, value: object, least: int, most: int) -> None:

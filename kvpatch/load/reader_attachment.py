@@ -14,8 +14,8 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Destination, Reader
 from kvpatch.load.transfer_handles import watch_divided_blocks
+from kvpatch.peer.agent_metadata import places_digest
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
-from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
     Cache,
     InspectedCaches,

@@ -101,7 +101,7 @@ def _register(
     if own is not None:
         attach_reader(release, kv_caches, own)
     if "named_factors" in steps and release.pulls:
-        from kvpatch.peer.compared_hash import compare_by_factor
+        from kvpatch.peer.peer_hash import compare_by_factor
 
         compare_by_factor(release, checks=reads)
     if "metrics" in steps:

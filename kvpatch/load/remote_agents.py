@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
@@ -21,26 +21,17 @@ from kvpatch.load.reader import Reader
 from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.load.transfer_handles import blocks_undivided
-from kvpatch.peer.agent_metadata import (
-    AgentMetadata,
-    read_agent_metadata,
-    state_bytes_of,
-)
-from kvpatch.peer.compared_hash import NamedPeers
-from kvpatch.peer.cpu_keys import may_be_tiled, order_of
-from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse
+from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.peer.decision import Decision, LocalCache, Read
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     book_own_cut,
     check_descriptors,
-    has_ranks_unmet,
-    heads_without_replication,
-    homogeneous_layout,
     homogeneous_metadata,
-    layout_called,
-    model_of_heads,
+    taken_for_like,
 )
 from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
+from kvpatch.peer.peer_hash import NamedPeers
 from kvpatch.peer.stated_words import (
     CONTENTS,
     KEYS,
@@ -50,14 +41,14 @@ from kvpatch.peer.stated_words import (
     contents_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
-from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
+from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open, may_be_tiled, order_of
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
+from kvpatch.worker.shared_rows import shared_rows
 from kvpatch.worker.state import WorkerState, release_worker, worker_state
 from kvpatch.worker.state_division import divided_states
 
@@ -81,7 +72,6 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         reader.planes,
         staging_bytes=staging_bytes,
         reads_all=reader.reads_all,
-        is_shown=reader.is_for_all,
         hides_ends=hides_ends_of_lists(
             release.worker.vllm_config,
             reader.groups,
@@ -104,10 +94,10 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
-        kinds=partial(_kinds_of, release),
-        misreads_smaller=partial(why_misread, release),
-        rows=partial(shared_rows, release),
-        divisions=partial(divided_states, release),
+        kinds=_kinds_of(release),
+        misreads_smaller=why_misread(release),
+        rows=shared_rows(release),
+        divisions=divided_states(release),
         state_bytes=release.state_bytes,
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
         shares_tokens=max(release.context_sizes, default=1) > 1
@@ -170,7 +160,7 @@ class Handshake:
     tp_size: int
     contexts: tuple[Any, ...]
 
-    def read(self, local: LocalCache | UnreadCache) -> AgentMetadata | UncheckedMetadata:
+    def read(self, local: LocalCache | UnreadCache) -> AgentMetadata:
         """Returns what the peer states, as far as our side of it asks."""
         named = worker_state(self.worker).of(NamedPeers).accepted()
         if named is not None and isinstance(local, UnreadCache):
@@ -189,18 +179,6 @@ class Handshake:
                 "release",
                 "use one vLLM on both sides",
             )
-        if isinstance(local, UnreadCache) and local.knows_keys:
-            stated = self.metadata
-            return UncheckedMetadata(
-                stated.engine_id,
-                self.tp_size,
-                stated.block_size if self.facts.states_block_size else None,
-                stated.kv_cache_layout if self.facts.states_layout else None,
-                stated.attn_backend_name if self.facts.states_backend else None,
-                self._regions(),
-                state_bytes_of(stated, self.facts),
-                self._words.get(LAYOUT) if local.mirror_layout else None,
-            )
         ranks = self.tp_rank, self.tp_size
         if statement is None:
             peer = read_agent_metadata(self.metadata, self.facts, *ranks)
@@ -213,6 +191,9 @@ class Handshake:
             reader.keep((*booked[0], *booked[1], peer.engine_id))
         shares_tokens = any(size != 1 for size in self.contexts)
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
+        if isinstance(local, UnreadCache) and local.knows_keys:
+            told = self._words.get(LAYOUT) if local.mirror_layout else None
+            return replace(peer, stated_layout=told)
         if isinstance(local, LocalCache):
             is_open = leaves_open(local.geometry, peer)
             # A block size that is misread says nothing of tiles either.
@@ -250,12 +231,6 @@ class Handshake:
         if ours is not None:
             check_contents(ours, self._words.get(CONTENTS))
 
-    def _regions(self) -> tuple[Region, ...]:
-        """Returns the peer's, where rows may hold layers of unlike kinds (from 0.29)."""
-        if not self.facts.names_layouts:
-            return ()
-        return regions_of(self.metadata.kv_caches_base_addr, self.metadata.block_lens)
-
     def _statement(self) -> Statement | None:
         """Returns what a P of another release has stated in its own words; None of any other."""
         found = worker_state(self.worker).held(PeerReleases)
@@ -267,8 +242,8 @@ class Handshake:
         Raises:
             PeerRefused: the decision is a refusal.
         """
-        if isinstance(decision, Refuse):
-            raise decision.error
+        if isinstance(decision, PeerRefused):
+            raise decision
         state = worker_state(self.worker)
         named = state.of(NamedPeers).accepted()
         if named is not None:
@@ -277,9 +252,12 @@ class Handshake:
             self._warn(decision.open_to)
         if isinstance(decision, Read):
             return self._add_heterogeneous(decision.mapping, _reader(state))
-        if decision.peer is None:
-            return self.as_release()
-        return self._add_like(decision.peer, _reader(state))
+        reader, engine_id = state.held(Reader), self.metadata.engine_id
+        if reader is not None:
+            if reader.has_state:
+                book_own_cut(self.worker, self.facts, reader.ours, engine_id)
+            reader.admit_like(engine_id)
+        return self.as_release()
 
     def _warn(self, variables: Sequence[str]) -> None:
         """Warns once of a peer that is taken for a like engine."""
@@ -307,12 +285,6 @@ class Handshake:
             note_peer(self.worker, metadata)
         return agent
 
-    def _add_like(self, peer: AgentMetadata, reader: Reader) -> Any:
-        if reader.has_state:
-            book_own_cut(self.worker, self.facts, reader.ours, peer)
-        reader.admit_like(peer.engine_id)
-        return self.as_release()
-
     def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:
         from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
 
@@ -338,14 +310,9 @@ class Handshake:
             own_regions(self.worker, self.facts),
             most_blocks=ours.kernel_blocks_per_block,
         )
-        book_own_cut(self.worker, self.facts, ours, peer)
-        shown_ranks = ours.tp_size if has_ranks_unmet(ours, peer) else self.tp_size
-        heads = heads_without_replication(ours, peer)
-        with (
-            layout_called(self.worker, self.facts, homogeneous_layout(ours)),
-            model_of_heads(self.worker, self.facts, heads),
-        ):
-            return self._book(view, shown_ranks)
+        book_own_cut(self.worker, self.facts, ours, peer.engine_id)
+        with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
+            return self._book(view, ranks)
 
 
 def _reader(state: WorkerState) -> Reader:

@@ -11,8 +11,8 @@ Where:
 How:
     P's answer to a request (``kv_transfer_params``) has fields that tell which releases it may be
     of. Where another release's P is accepted (``KVPATCH_ACCEPT=vllm_version``), D asks in the
-    words of that release, and tells its own vLLM the answer in its own: a thread stands between
-    the two while hands are shaken. Its metadata is msgpack, by the fields of the table of
+    words of that release, and tells its own vLLM the answer in its own, which asks no socket but
+    kvpatch while hands are shaken. Its metadata is msgpack, by the fields of the table of
     releases; nothing else is ever decoded. From then on the peer is a heterogeneous one: where
     keys and values lie follows from its release, its backend and its regions. P is told of reads
     in its own count, and is sent no heartbeats where it knows none.
@@ -34,6 +34,8 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -107,7 +109,7 @@ def _nixl_handshake(
     if releases is None or not _asks_otherwise(instance, releases, state.facts):
         _check_answers(releases or (), state.facts)
         return wrapped(host, port, *whose, *more, **named)
-    from kvpatch.peer.interpreter import HOST, Interpretation, interpreting
+    from kvpatch.peer.interpreter import Interpretation, InterpretedSocket
 
     interpretation = Interpretation(
         Address(host, int(port)),
@@ -117,8 +119,20 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    with interpreting(interpretation) as port:
-        return wrapped(HOST, port, *whose, *more, **named)
+    _ASKED.set(InterpretedSocket(interpretation))
+    try:
+        return wrapped(host, port, *whose, *more, **named)
+    finally:
+        _ASKED.set(None)
+
+
+#: What the release's handshake of this thread asks in place of a socket.
+_ASKED: ContextVar[Any] = ContextVar("kvpatch_asked", default=None)
+
+
+def _zmq_ctx(wrapped: Callable[..., Any], instance: Any, socket_type: int, addr: str) -> Any:
+    asked = _ASKED.get()
+    return wrapped(socket_type, addr) if asked is None else nullcontext(asked)
 
 
 def _asks_otherwise(worker: Any, releases: Releases, own: ReleaseFacts) -> bool:
@@ -157,6 +171,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(write_step, _write),
         seams.nixl_handshake(facts): _nixl_handshake,
+        seams.side_channel_sockets(facts)[0]: _zmq_ctx,  # the worker's
     }
     if facts.listens_in_scheduler:
         found[seams.bind_connector_metadata(facts)] = Step(read_step, _read)

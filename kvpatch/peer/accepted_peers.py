@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import FACTS, CacheShape, Form, ReleaseFacts
+from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.peer.agent_metadata import AgentMetadata
@@ -31,6 +31,7 @@ FLASH_ATTENTION = "FLASH_ATTN"
 _ONE_VLLM = "use one vLLM on both sides"
 _ALIKE_IN_BOTH = "use one vLLM and one attention backend on both sides"
 _ONE_BACKEND = "use one attention backend on both sides"
+_ONE_SIZE = "use one --tensor-parallel-size or one vLLM on both sides"
 
 
 def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
@@ -38,10 +39,33 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) ->
 
     Its backend counts as ours then: what differs by the backend is stated.
     """
-    theirs = FACTS[named.release]
+    own, theirs = ours.facts, FACTS[named.release]
     _check_contents(named, ours, peer)
-    _check_protocol(ours, theirs, peer)
-    own_form, form = _forms(ours, theirs, named)
+    for name, does in ALIKE.items():
+        if getattr(own, name) != getattr(theirs, name):
+            which = own if getattr(own, name) else theirs
+            raise PeerRefused(
+                f"of vLLM {own.release} and {theirs.release} only {which.release} {does}", _ONE_VLLM
+            )
+    if own.generation != theirs.generation and peer.tp_size != ours.tp_size:
+        raise PeerRefused(
+            f"what vLLM {own.release} tells a P of {theirs.release} of its ranks is not known",
+            _ONE_SIZE,
+        )
+    own_form, form = own.form_of(ours.backend), theirs.form_of(named.backend)
+    # Of rows that are packed a layout's name says where they lie.
+    is_named = own.names_layouts and {f and f.shape for f in (own_form, form)} == {"packed"}
+    if own_form is None or form is None or not (own_form == form or is_named):
+        raise PeerRefused(
+            f"blocks of {named.backend} in vLLM {theirs.release} are {form or 'not known here'}, "
+            f"and those of {ours.backend} in {own.release} {own_form or 'not known here'}",
+            f"{_ONE_BACKEND} (--attention-backend)",
+        )
+    if "attn_backend" in named.factors and not own.states_kernel_blocks:
+        raise PeerRefused(
+            "this release's handshake does not say how a backend cuts its blocks",
+            f"{_ONE_BACKEND}, or vLLM 0.21 or later",
+        )
     peer = replace(peer, backend=ours.backend)
     if form == own_form or form.shape == "latents":
         return peer
@@ -56,8 +80,16 @@ def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool
         is_plain: True if there are neither windows nor drafted tokens here, and our cache is
             registered as it is.
     """
-    if peer.named is not None:
-        peer = _by_its_hash(ours, peer, peer.named)
+    named = peer.named
+    if named is not None:
+        _check_contents(named, ours, peer)
+        if named.release not in peer.releases:
+            raise PeerRefused(
+                f"by its hash it runs vLLM {named.version}, and by what it says one of "
+                f"{', '.join(peer.releases)}",
+                _ONE_VLLM,
+            )
+        peer = replace(peer, releases=(named.release,), backend=named.backend)
     _check_kinds(ours, peer, is_plain=is_plain)
     if peer.backend != FLASH_ATTENTION or ours.backend != FLASH_ATTENTION:
         raise PeerRefused(
@@ -65,15 +97,17 @@ def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool
             f"between unlike releases {FLASH_ATTENTION} alone is known",
             _ONE_VLLM,
         )
-    shape = _shape(peer.releases, len(peer.addresses), len(ours.layers))
-    if shape is None:
+    # Keys and values that lie apart are two regions of a layer, and others one.
+    regions, layers = len(peer.addresses), len(ours.layers)
+    shapes = {FACTS[name].cache_shape for name in peer.releases}
+    fit = [one for one in shapes if regions == layers * (2 if one == "keys first" else 1)]
+    if len(fit) != 1:
         raise PeerRefused(
-            f"its {len(peer.addresses)} regions of {len(ours.layers)} layers are none of vLLM "
-            f"{', '.join(peer.releases)}",
+            f"its {regions} regions of {layers} layers are none of vLLM {', '.join(peer.releases)}",
             "use one model and one vLLM on both sides",
         )
     parts = peer.kernel_blocks_per_block or 1  # FlashAttention takes a block of any size whole
-    return replace(peer, cache_shape=shape, kernel_blocks_per_block=parts)
+    return replace(peer, cache_shape=fit[0], kernel_blocks_per_block=parts)
 
 
 def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) -> None:
@@ -93,17 +127,6 @@ def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) ->
             "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which "
             "has its hash compared, or use one attention backend on both sides",
         )
-
-
-def _by_its_hash(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
-    _check_contents(named, ours, peer)
-    if named.release not in peer.releases:
-        raise PeerRefused(
-            f"by its hash it runs vLLM {named.version}, and by what it says one of "
-            f"{', '.join(peer.releases)}",
-            _ONE_VLLM,
-        )
-    return replace(peer, releases=(named.release,), backend=named.backend)
 
 
 def _check_contents(named: Explanation, ours: LocalGeometry, peer: AgentMetadata) -> None:
@@ -139,56 +162,6 @@ def _check_contents(named: Explanation, ours: LocalGeometry, peer: AgentMetadata
         )
 
 
-def _check_protocol(ours: LocalGeometry, theirs: ReleaseFacts, peer: AgentMetadata) -> None:
-    """Refuses a release that means something else than ours by what it says."""
-    own = ours.facts
-    for name, does in ALIKE.items():
-        if getattr(own, name) != getattr(theirs, name):
-            which = own if getattr(own, name) else theirs
-            raise PeerRefused(
-                f"of vLLM {own.release} and {theirs.release} only {which.release} {does}", _ONE_VLLM
-            )
-    if own.generation != theirs.generation and peer.tp_size != ours.tp_size:
-        raise PeerRefused(
-            f"what vLLM {own.release} tells a P of {theirs.release} of its ranks is not known",
-            "use one --tensor-parallel-size or one vLLM on both sides",
-        )
-
-
-def _forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> tuple[Form, Form]:
-    """Returns how our tensors begin, and how the peer's do; refuses those of other rows."""
-    form, other = ours.facts.form_of(ours.backend), theirs.form_of(named.backend)
-    # Of rows that are packed a layout's name says where they lie.
-    if (
-        form is None
-        or other is None
-        or not (
-            form == other or (form.shape == other.shape == "packed" and ours.facts.names_layouts)
-        )
-    ):
-        raise PeerRefused(
-            f"blocks of {named.backend} in vLLM {theirs.release} are {other or 'not known here'}, "
-            f"and those of {ours.backend} in {ours.facts.release} {form or 'not known here'}",
-            f"{_ONE_BACKEND} (--attention-backend)",
-        )
-    if "attn_backend" in named.factors and not ours.facts.states_kernel_blocks:
-        raise PeerRefused(
-            "this release's handshake does not say how a backend cuts its blocks",
-            f"{_ONE_BACKEND}, or vLLM 0.21 or later",
-        )
-    return form, other
-
-
-def _shape(releases: tuple[str, ...], regions: int, layers: int) -> CacheShape | None:
-    """Keys and values that lie apart are two regions of a layer, and others one."""
-    found = {
-        FACTS[name].cache_shape
-        for name in releases
-        if regions == layers * (2 if FACTS[name].cache_shape == "keys first" else 1)
-    }
-    return found.pop() if len(found) == 1 else None
-
-
 def _check_kinds(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> None:
     is_known = (
         is_plain
@@ -212,6 +185,5 @@ def _check_kinds(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) ->
         )
     if peer.tp_size != ours.tp_size:
         raise PeerRefused(
-            f"it has {peer.tp_size} tensor-parallel ranks and we have {ours.tp_size}",
-            "use one --tensor-parallel-size or one vLLM on both sides",
+            f"it has {peer.tp_size} tensor-parallel ranks and we have {ours.tp_size}", _ONE_SIZE
         )

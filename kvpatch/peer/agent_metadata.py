@@ -1,23 +1,100 @@
-"""The form in which a peer's handshake states its cache, one form for all releases."""
+"""The form in which a peer's handshake states its cache, one form for all releases.
+
+No release has a field for cross-layer blocks. The layout's name carries them, which every release
+from 0.11.1 on compares with its own, and the attention backend's, which those <= 0.12 compare: a
+peer that does not know the words refuses the handshake.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from hashlib import sha256
+from typing import Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import CacheShape, ReleaseFacts
 from kvpatch.core.text import shown
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import inner_layout
-from kvpatch.peer.cross_layer_form import CrossLayerForm, form_in, without_form
+from kvpatch.geometry.layout_strides import Axes, InnerLayout, inner_layout, inner_layout_of_axes
 from kvpatch.peer.peer_hash import Explanation
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
 MOST_TOKENS = 1 << 20
 _ONE_VERSION = "use one vLLM and one kvpatch on both sides"
+
+_WORD = "kvpatch_rows"
+_LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}
+_BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in LAYER_AXES}
+_FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-9a-f]{{16}}))?")
+
+
+@dataclass(frozen=True)
+class CrossLayerForm:
+    """The form of a cross-layer block, without its sizes.
+
+    Attributes:
+        block_tokens: the tokens of a kernel block; a cross-layer block holds one.
+        kernel_blocks_per_block: cross-layer blocks in one of the blocks that ids count.
+        axes: the axes of each layer's part.
+        places: :func:`places_digest`, so that both sides have the same layers in one place;
+            or :func:`packed_digest`.
+    """
+
+    block_tokens: int
+    kernel_blocks_per_block: int
+    axes: Axes
+    places: str = ""
+
+    def __str__(self) -> str:
+        letters = "".join(_LETTERS[axis] for axis in self.axes)
+        places = f":{self.places}" if self.places else ""
+        return f"{_WORD}:{self.kernel_blocks_per_block}x{self.block_tokens}:{letters}{places}"
+
+    @property
+    def inner_layout(self) -> InnerLayout:
+        """HND or NHD; HND where there are no heads."""
+        return inner_layout_of_axes(self.axes)
+
+
+def places_digest(places: Sequence[Sequence[str]]) -> str:
+    """Returns a digest of the layers that share a place; empty where none do."""
+    if all(len(layers) == 1 for layers in places):
+        return ""
+    return sha256(json.dumps([sorted(layers) for layers in places]).encode()).hexdigest()[:16]
+
+
+def packed_digest(groups: Sequence[Sequence[str]]) -> str:
+    """Returns a digest of the layers that each group has side by side."""
+    told = json.dumps(["packed", *(list(layers) for layers in groups)])
+    return sha256(told.encode()).hexdigest()[:16]
+
+
+def form_in(*texts: str | None) -> CrossLayerForm | None:
+    """Returns the form that a handshake's names state; None where they are a release's own."""
+    for text in texts:
+        if text is None or _WORD not in text:
+            continue
+        found = _FORM.search(text)
+        if found is None or found[3] not in _BY_LETTERS:
+            raise PeerRefused(
+                f"a peer's blocks are said to be rows of all layers of the form {text!r}: "
+                f"expected one of {', '.join(_BY_LETTERS)}",
+                "use one kvpatch on both sides",
+            )
+        axes = _BY_LETTERS[found[3]]
+        return CrossLayerForm(int(found[2]), int(found[1]), axes, found[4] or "")
+    return None
+
+
+def without_form(text: str | None) -> str | None:
+    """A backend's name as the release has it."""
+    return None if text is None else text.partition(f" {_WORD}")[0]
 
 
 @dataclass(frozen=True)
@@ -52,7 +129,7 @@ class AgentMetadata:
         stride_bytes: from one kernel block of a region to the next.
         backend: the attention backend's name; None where the release does not say.
         region_names: the layer that each region is named after; None where it does not say.
-        memory_kind: of all regions, in NIXL's words; None where the release does not say.
+        memory_kinds: of its regions, in NIXL's words; none where the release does not say.
         packed_layers: (layer, offset, bytes) of each layer that it says to lie in cross-layer
             blocks (MLA, from 0.31); empty where it says nothing.
         form: what its only region's blocks look like, where they are cross-layer blocks that
@@ -70,6 +147,7 @@ class AgentMetadata:
         stated_keys: how its keys lie, as its own kvpatch states; None where it states nothing.
         stated_blocks: the blocks that its own kvpatch states; None where it states nothing, and
             where this worker has not asked.
+        stated_layout: the layout of its memory that its own kvpatch states, likewise.
     """
 
     engine_id: str
@@ -85,7 +163,7 @@ class AgentMetadata:
     backend: str | None
     device_id: int
     region_names: tuple[str, ...] | None = None
-    memory_kind: Literal["DRAM", "VRAM"] | None = None
+    memory_kinds: tuple[str, ...] = ()
     packed_layers: tuple[tuple[str, int, int], ...] = ()
     form: CrossLayerForm | None = None
     state_bytes: tuple[int, ...] = ()
@@ -96,6 +174,7 @@ class AgentMetadata:
     key_order: KeyOrder | None = None
     stated_keys: KeyOrder | None = None
     stated_blocks: StatedBlocks | None = None
+    stated_layout: object = None
 
     @property
     def inner_layout(self) -> str | None:
@@ -116,20 +195,21 @@ def read_agent_metadata(
     metadata: Any, facts: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
     """Reads a peer's agent metadata, and refuses numbers that cannot be true."""
-    fields = _Fields(metadata, facts)
-    addresses, block_bytes, stride_bytes = _regions(fields)
-    blocks = fields.number("num_blocks")
-    if fields.has("region_num_blocks"):
-        blocks = min((blocks, *fields.numbers("region_num_blocks")))
-    layout, backend = fields.text("kv_cache_layout"), fields.text("attn_backend_name")
+    stated = partial(_stated, metadata, facts)
+    addresses, block_bytes, stride_bytes = _regions(stated)
+    counts = _numbers("region_num_blocks", stated("region_num_blocks") or ())
+    blocks = min((_number("num_blocks", stated("num_blocks")), *counts))
+    layout, backend = (_text(n, stated(n)) for n in ("kv_cache_layout", "attn_backend_name"))
     form = form_in(layout, backend)
     if form is not None and len(addresses) != 1:
         raise PeerRefused(
             f"a peer has rows of all layers in {len(addresses)} regions: expected 1", _ONE_VERSION
         )
     if form is None:
-        block_tokens = fields.optional_number("block_size")
-        parts = fields.optional_number("physical_blocks_per_logical_kv_block")
+        block_tokens, parts = (
+            None if stated(name) is None else _number(name, stated(name))
+            for name in ("block_size", "physical_blocks_per_logical_kv_block")
+        )
     else:
         block_tokens, parts = form.block_tokens, form.kernel_blocks_per_block
     if (parts or 1) > blocks or (block_tokens or 1) * (parts or 1) > MOST_TOKENS:
@@ -153,19 +233,17 @@ def read_agent_metadata(
         stride_bytes=stride_bytes,
         backend=without_form(backend),
         # In releases <= 0.11.0 descriptors carry the rank in its place.
-        device_id=fields.number("device_id", least=0) if fields.exists("device_id") else tp_rank,
-        region_names=fields.names("region_names"),
-        memory_kind=_memory_kind(fields),
-        packed_layers=_packed_layers(fields),
+        device_id=_number("device_id", metadata.device_id, least=0)
+        if "device_id" in facts.agent_metadata
+        else tp_rank,
+        region_names=_names("region_names", stated("region_names")),
+        memory_kinds=tuple(
+            sorted({*(_names("region_mem_types", stated("region_mem_types")) or ())})
+        ),
+        packed_layers=_packed_layers(stated("packed_member_layouts")),
         form=form,
-        state_bytes=state_bytes_of(metadata, facts),
+        state_bytes=_numbers("ssm_sizes", stated("ssm_sizes") or (), least=0),
     )
-
-
-def state_bytes_of(metadata: Any, facts: ReleaseFacts) -> tuple[int, ...]:
-    """Returns the bytes of each recurrent state of a layer; none where it is silent (<= 0.17)."""
-    fields = _Fields(metadata, facts)
-    return fields.numbers("ssm_sizes", least=0) if fields.has("ssm_sizes") else ()
 
 
 def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> Any:
@@ -177,58 +255,19 @@ def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> A
     return found
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A peer's metadata as the release's own class holds it; each field is checked."""
-
-    metadata: Any
-    facts: ReleaseFacts
-
-    def exists(self, name: str) -> bool:
-        """True if the release has such a field."""
-        return name in self.facts.agent_metadata
-
-    def has(self, name: str) -> bool:
-        """True if the release has such a field and the peer fills it."""
-        return self.exists(name) and getattr(self.metadata, name) is not None
-
-    def text(self, name: str) -> str | None:
-        found = getattr(self.metadata, name) if self.has(name) else None
-        if found is not None and not isinstance(found, str):
-            raise PeerRefused(
-                f"a peer's handshake has {name}={shown(found)}: expected a name", _ONE_VERSION
-            )
-        return found
-
-    def names(self, name: str) -> tuple[str, ...] | None:
-        if not self.has(name):
-            return None
-        found = getattr(self.metadata, name)
-        if not isinstance(found, (list, tuple)) or not all(isinstance(n, str) for n in found):
-            raise PeerRefused(
-                f"a peer's handshake has {name}={shown(found)}: expected a list of names",
-                _ONE_VERSION,
-            )
-        return tuple(found)
-
-    def number(self, name: str, least: int = 1) -> int:
-        return _number(name, getattr(self.metadata, name), least)
-
-    def optional_number(self, name: str) -> int | None:
-        return self.number(name) if self.has(name) else None
-
-    def numbers(self, name: str, least: int = 1) -> tuple[int, ...]:
-        return _numbers(name, getattr(self.metadata, name), least)
+def _stated(metadata: Any, facts: ReleaseFacts, name: str) -> Any:
+    """Returns a field; None where the release has no such field or the peer leaves it empty."""
+    return getattr(metadata, name) if name in facts.agent_metadata else None
 
 
-def _regions(fields: _Fields) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _regions(stated: Callable[[str], Any]) -> tuple[tuple[int, ...], ...]:
     """Returns the address, the bytes of a block and the stride of each region, by column."""
-    addresses = fields.numbers("kv_caches_base_addr", least=0)
-    if fields.exists("block_len"):
-        block_bytes = (fields.number("block_len"),) * len(addresses)
-    else:
-        block_bytes = fields.numbers("block_lens")
-    stride_bytes = fields.numbers("block_strides") if fields.has("block_strides") else block_bytes
+    addresses = _numbers("kv_caches_base_addr", stated("kv_caches_base_addr"), least=0)
+    one = stated("block_len")  # <= 0.10.2
+    lengths = stated("block_lens") if one is None else (one,) * len(addresses)
+    block_bytes = _numbers("block_lens", lengths)
+    strides = stated("block_strides")
+    stride_bytes = block_bytes if strides is None else _numbers("block_strides", strides)
     if not len(addresses) == len(block_bytes) == len(stride_bytes) > 0:
         raise PeerRefused(
             f"a peer's handshake has {len(addresses)} addresses, {len(block_bytes)} block lengths "
@@ -245,42 +284,39 @@ def _regions(fields: _Fields) -> tuple[tuple[int, ...], tuple[int, ...], tuple[i
     return addresses, block_bytes, stride_bytes
 
 
-def _packed_layers(fields: _Fields) -> tuple[tuple[str, int, int], ...]:
-    found = fields.metadata.packed_member_layouts if fields.has("packed_member_layouts") else {}
-    if not found:
-        return ()
-    if not isinstance(found, Mapping) or not all(
-        isinstance(name, str) and isinstance(place, (list, tuple)) and len(place) == 2
-        for name, place in found.items()
-    ):
+def _packed_layers(found: Any) -> tuple[tuple[str, int, int], ...]:
+    is_map = isinstance(found or {}, Mapping)
+    stated: Mapping[Any, Any] = found if found and is_map else {}
+    places = {layer: _numbers("packed_member_layouts", of, least=0) for layer, of in stated.items()}
+    if not is_map or not all(isinstance(n, str) and len(of) == 2 for n, of in places.items()):
         raise PeerRefused(
             f"a peer's handshake has packed_member_layouts={shown(found)}: expected an offset and "
             "a length for each layer",
             _ONE_VERSION,
         )
-    return tuple(
-        (name, *_numbers("packed_member_layouts", place, least=0))
-        for name, place in sorted(found.items())
-    )
+    return tuple((layer, *place) for layer, place in sorted(places.items()))
 
 
-def _memory_kind(fields: _Fields) -> Literal["DRAM", "VRAM"] | None:
-    kinds = set(fields.names("region_mem_types") or ())
-    if kinds == {"DRAM"}:
-        return "DRAM"
-    if kinds == {"VRAM"}:
-        return "VRAM"
-    if kinds:
+def _text(name: str, found: Any) -> str | None:
+    if found is not None and not isinstance(found, str):
         raise PeerRefused(
-            f"engine {fields.metadata.engine_id} cannot be read: its regions lie in memory of the "
-            f"kinds {', '.join(sorted(kinds))}",
-            "keep its whole KV cache on one device or on the host",
+            f"a peer's handshake has {name}={shown(found)}: expected a name", _ONE_VERSION
         )
-    return None
+    return found
+
+
+def _names(name: str, found: Any) -> tuple[str, ...] | None:
+    if found is None:
+        return None
+    if not isinstance(found, list | tuple) or not all(isinstance(n, str) for n in found):
+        raise PeerRefused(
+            f"a peer's handshake has {name}={shown(found)}: expected a list of names", _ONE_VERSION
+        )
+    return tuple(found)
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
-    if not isinstance(found, (list, tuple)):
+    if not isinstance(found, list | tuple):
         raise PeerRefused(
             f"a peer's handshake has {name}={shown(found)}, which is no list", _ONE_VERSION
         )

@@ -14,8 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
-from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import Axes, DenseBlocks, row_bytes
+from kvpatch.geometry.layout_strides import Axes, row_bytes
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.geometry.tensor_facts import Memory
@@ -24,6 +23,8 @@ from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache
 
+ONE_SIZE = "use one --tensor-parallel-size on both sides"
+
 
 class BlockShape(NamedTuple):
     """The shape of one layer's blocks on one rank of a peer."""
@@ -31,6 +32,26 @@ class BlockShape(NamedTuple):
     first_head: int
     heads: int
     tokens: int
+
+
+class Piece(NamedTuple):
+    """Some heads of a layer of ours, in one dense piece of each block of a peer's region.
+
+    Attributes:
+        members: our planes of what is in it.
+        offset_bytes: from the region's start to the piece in the first block.
+    """
+
+    members: Sequence[Plane]
+    region: int
+    axes: Axes
+    shape: BlockShape
+    offset_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the bytes that it takes of a block."""
+        return self.shape.tokens * self.shape.heads * row_bytes(self.members)
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -44,12 +65,13 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 
 def shape_at_peer(
-    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
+    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int | None
 ) -> BlockShape:
     """Returns the heads and tokens of a layer in a peer's block of so many bytes.
 
     Args:
         members: our planes of what is in that block.
+        size_bytes: None where blocks of all layers have the tokens that the peer states.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
@@ -64,9 +86,11 @@ def shape_at_peer(
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
         raise PeerRefused(
             "layers of several shapes have heads of which nobody knows which rank has them",
-            "use one --tensor-parallel-size on both sides",
+            ONE_SIZE,
         )
     heads = first.counts.heads
+    if size_bytes is None:
+        return BlockShape(first.first_head, heads, tokens)
     token_bytes = heads * row_bytes(members)
     tokens, rest = divmod(size_bytes, token_bytes)
     if rest or not tokens:
@@ -107,80 +131,46 @@ def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plan
 
 
 def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
-    """Returns the kind of memory that a peer's regions lie in; ours where it does not say."""
-    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
-
-
-def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:
-    """Returns the order of keys in a peer's block."""
-    return peer.key_order or ours.key_order
-
-
-def dense_planes(
-    ours: LocalGeometry,
-    peer: AgentMetadata,
-    region: int,
-    offset_bytes: int,
-    axes: Axes,
-    shape: BlockShape,
-    members: Sequence[Plane],
-) -> tuple[Plane, ...]:
-    """Our planes of one layer as they lie in a peer's region, in one dense piece of each block."""
-    return DenseBlocks(
-        peer.addresses[region] + offset_bytes,
-        peer.stride_bytes[region],
-        axes,
-        peer.blocks,
-        shape.heads,
-        shape.tokens,
-        shape.first_head,
-        peer_memory(ours, peer),
-        key_order_of_peer(ours, peer),
-    ).planes(members)
-
-
-def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
-    """Returns the bytes of a layer's block at a peer whose blocks all have so many tokens."""
-    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    # One number of ranks is asked for; and a slot holds all heads of a rank.
-    if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:
-        heads = layer.planes[0].counts.heads
-    return row_bytes(layer.planes) * (heads if layer.has_heads else 1) * tokens
+    """Returns the memory that a peer's regions lie in, of our kind where it states none."""
+    kinds = set(peer.memory_kinds or (ours.memory.kind,))
+    for kind in ("DRAM", "VRAM"):
+        if kinds == {kind}:
+            return Memory(kind, peer.device_id)
+    raise PeerRefused(
+        f"its regions lie in memory of the kinds {', '.join(sorted(kinds))}",
+        "keep its whole KV cache on one device or on the host",
+    )
 
 
 def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer of other kernel blocks or heads where our blocks move whole."""
-    _check_known(ours, peer)
-    if split_by_nobody(ours, peer):
-        mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
-        raise PeerRefused(
-            f"blocks of layer {mixed} hold {ours.layers[mixed].kind.contents}, and move whole, "
-            "never a share of their heads",
-            "use one --tensor-parallel-size on both sides",
-        )
-    if peer.block_tokens in (None, ours.block_tokens):
-        return
+    """Refuses a peer of other kernel blocks or heads where our blocks move whole.
+
+    Kinds that the table lacks are read from peers like us alone (behind a host buffer).
+    """
+    same_tokens = peer.block_tokens in (None, ours.block_tokens)
+    is_like = (
+        same_tokens
+        and peer.tp_size == ours.tp_size
+        and peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+        and peer.layout in (None, ours.layout)
+    )
+    is_split = split_by_nobody(ours, peer)
     for name, layer in ours.layers.items():
-        if _is_whole(layer):
+        if not (layer.kind.is_known or is_like):
+            raise unknown_kind(name, layer.kind)
+        if is_split and layer.kind.mixes_heads:
+            raise PeerRefused(
+                f"blocks of layer {name} hold {layer.kind.contents}, and move whole, never a share "
+                "of their heads",
+                ONE_SIZE,
+            )
+        if layer.planes[0].is_whole and not same_tokens:
             raise PeerRefused(
                 f"blocks of layer {name} hold {layer.kind.contents}, and move whole: both sides "
                 f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
                 "tokens",
                 "use one --block-size and one attention backend",
             )
-
-
-def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses kinds that the table lacks, but of peers like us (behind a host buffer)."""
-    is_like = (
-        peer.tp_size == ours.tp_size
-        and peer.block_tokens in (None, ours.block_tokens)
-        and peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-        and peer.layout in (None, ours.layout)
-    )
-    for name, layer in ours.layers.items():
-        if not layer.kind.is_known and not is_like:
-            raise unknown_kind(name, layer.kind)
 
 
 def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
@@ -205,22 +195,12 @@ def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
     for plane in theirs:
         found[plane.layer, plane.content].append(plane)
     for name, layer in ours.layers.items():
-        if not _is_whole(layer):
-            continue
-        for plane in layer.planes:
-            for remote in found[name, plane.content]:
-                _check(name, layer, remote, plane)
-
-
-def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:
-    try:
-        check_whole(remote, local)
-    except UnplannableCopy as error:
-        raise PeerRefused(
-            f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
-            "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
-        ) from error
-
-
-def _is_whole(layer: LayerCache) -> bool:
-    return layer.planes[0].is_whole
+        for plane in layer.planes if layer.planes[0].is_whole else ():
+            try:
+                for remote in found[name, plane.content]:
+                    check_whole(remote, plane)
+            except UnplannableCopy as error:
+                raise PeerRefused(
+                    f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
+                    "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
+                ) from error

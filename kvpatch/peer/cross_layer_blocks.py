@@ -27,15 +27,15 @@ from kvpatch.geometry.cross_layer_blocks import (
     read_cross_layer_blocks,
     shares_place,
 )
-from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
+from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.kvcached.layer_by_layer_tensors import layer_by_layer_state, layer_by_layer_tensors
-from kvpatch.peer.agent_metadata import restated
-from kvpatch.peer.block_shapes import tokens_of
-from kvpatch.peer.cross_layer_form import (
+from kvpatch.peer.agent_metadata import (
     CrossLayerForm,
     packed_digest,
     places_digest,
+    restated,
 )
+from kvpatch.peer.block_shapes import tokens_of
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StateInPool, states_digest, states_in
 from kvpatch.worker.registered_caches import (
@@ -103,8 +103,9 @@ def register_cross_layer_blocks(
         shown[name] = of_layer if isinstance(kv_caches[name], list | tuple) else of_layer[0]
     # Regions are numbered as layers come: as a plain cache of this model has them.
     shown = {name: shown[name] for name in kv_caches}
-    if "head" in pool.axes:
-        _state_layout(release, axes_only.inner_layout)
+    stated = release.stated_layout
+    if "head" in pool.axes and stated is not None:  # the layout of the tensors that it is shown
+        worker.kv_cache_layout = layer_by_layer(axes_only.inner_layout, like=stated)
     told = places_digest(places) if packed is None else packed_digest(packed)
     # The thread that answers handshakes never ends, and is not to keep the worker.
     this_worker, facts = ref(worker), release.facts
@@ -126,7 +127,11 @@ def register_cross_layer_blocks(
         len(layers),
         pool.block_bytes,
     )
-    return result, RegisteredCrossLayerBlocks(pool, form, read, states, _ends(pool, layers))
+    ends = {
+        name: layer.planes[0].address - pool.address + page_bytes_of(layer)
+        for name, layer in layers.items()
+    }
+    return result, RegisteredCrossLayerBlocks(pool, form, read, states, ends)
 
 
 def cross_layer_blocks_of(
@@ -179,20 +184,6 @@ def cross_layer_blocks_of(
             "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     return pool
-
-
-def _ends(pool: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str, int]:
-    return {
-        name: layer.planes[0].address - pool.address + page_bytes_of(layer)
-        for name, layer in layers.items()
-    }
-
-
-def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
-    """Makes the worker state the layout of the tensors that it is shown."""
-    stated = release.stated_layout
-    if stated is not None:
-        release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
 
 
 class _OneRegion(ObjectProxy):

@@ -15,25 +15,18 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner
 from kvpatch.geometry.plane import Plane
 from kvpatch.peer.accepted_peers import as_accepted, of_other_release, refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import split_by_nobody
-from kvpatch.peer.cpu_keys import check_key_order
+from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
 from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
-from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
+from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds, peer_regions
 from kvpatch.peer.remote_states import (
-    are_states_missed,
     check_ranks_of_states,
     check_state_sizes,
-    has_copied_states,
+    is_misread,
     sizes_at_peer,
+    states_of_peer,
 )
-from kvpatch.peer.unread_caches import (
-    Metadata,
-    UncheckedMetadata,
-    UnreadCache,
-    check_unread,
-    has_smaller_blocks,
-)
-from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, complete
+from kvpatch.peer.unread_caches import UnreadCache, check_unread
+from kvpatch.peer.unstated_blocks import DeclaredGeometry, check_key_order, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 
@@ -48,12 +41,10 @@ class Stock:
     """The release reads the peer.
 
     Attributes:
-        peer: what it states, completed; None where nobody here looks at it.
         open_to: the variables that would say what is taken for ours, of a peer that fits a like
             engine and does not say it all.
     """
 
-    peer: AgentMetadata | None = None
     open_to: tuple[str, ...] = ()
 
 
@@ -69,24 +60,8 @@ class Read:
     open_to: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Refuse:
-    """The decision to refuse the peer: neither the release nor kvpatch can read it.
-
-    Attributes:
-        reason: both geometries, and what keeps one from the other.
-        cure: what would help.
-    """
-
-    reason: str
-    cure: str
-
-    @property
-    def error(self) -> PeerRefused:
-        return PeerRefused(self.reason, self.cure)
-
-
-Decision = Stock | Read | Refuse
+#: A refusal is the error that the handshake ends with: neither the release nor kvpatch can read it.
+Decision = Stock | Read | PeerRefused
 
 # --- what it is made of -----------------------------------------------------------------
 
@@ -100,7 +75,6 @@ class LocalCache:
         planes: what reads fill: all of the device's, where that is something else.
         staging_bytes: of the pool that every read goes through; None where they need not.
         reads_all: whether peers like us are ours too.
-        is_shown: whether the release was shown other tensors than there are.
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
@@ -111,79 +85,70 @@ class LocalCache:
     planes: Sequence[Plane]
     staging_bytes: int | None = None
     reads_all: bool = False
-    is_shown: bool = False
     hides_ends: bool = False
     is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
 
 
-def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> Decision:
     """Decides what becomes of one rank of a peer."""
-    if isinstance(local, UnreadCache):
-        return _of_unread(local, remote, facts)
-    if isinstance(remote, UncheckedMetadata):
-        return Stock()
-    return _of_read(local, remote, facts)
+    if isinstance(local, LocalCache):
+        return _of_read(local, remote, facts)
+    try:
+        check_unread(local, remote, facts)
+    except PeerRefused as error:
+        reason = f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}"
+        return PeerRefused(reason, error.cure)
+    return Stock()
 
 
 def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
     ours = local.geometry
     try:
+        peer_memory(ours, peer)  # no read goes to memory of two kinds
         if peer.releases:
-            is_plain = local.is_plain and not (local.reads_all or local.is_shown)
+            is_plain = local.is_plain and not local.reads_all
             peer = of_other_release(ours, peer, is_plain=is_plain)
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
         completed = complete(ours, peer, local.declared)
-        peer = completed.peer
+        peer, is_open = completed.peer, completed.is_open
         if not local.has_sure_layout and peer.layout not in (None, ours.layout):
             raise PeerRefused(
                 "the caches of this device have no storage, and a peer on one like it may have "
                 "another layout than it states",
                 "set ENABLE_KVPATCH there too",
             )
-        if completed.is_open:
-            _check_like(ours, completed)
-        if _is_stocks(local, peer) or _is_joined(local, peer, facts):
+        is_right = is_compatible(ours, peer)
+        if is_open and not (is_right and completed.is_like):
+            raise PeerRefused(
+                "this vLLM's handshake does not say all of its blocks, and they are not like ours",
+                f"set {' and '.join(completed.variables)} to what P has, or set ENABLE_KVPATCH on "
+                "P",
+            )
+        is_ours = local.reads_all or is_misread(ours, peer)
+        if (is_right and not is_ours) or _is_joined(local, peer, facts):
             check_state_sizes(peer, sizes_at_peer(ours, peer))
-            return Stock(peer, completed.variables)
+            return Stock(completed.variables)
         _check_block_lists(local, peer, facts)
-        return Read(mapping_of(local, peer), completed.variables if completed.is_open else ())
+        return Read(_mapping_of(local, peer), completed.variables if is_open else ())
     except PeerRefused as error:
         return with_both_geometries(ours, peer, error)
 
 
-def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused) -> Refuse:
+def with_both_geometries(
+    ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused
+) -> PeerRefused:
     """Turns an error into a refusal that starts with both geometries."""
     both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
-    return Refuse(f"{both}; {error.reason}", error.cure)
+    return PeerRefused(f"{both}; {error.reason}", error.cure)
 
 
-def _check_like(ours: LocalGeometry, completed: Completed) -> None:
-    """Refuses a peer that leaves something open and does not fit a like engine."""
-    if is_compatible(ours, completed.peer) and completed.is_like:
-        return
-    variables = " and ".join(completed.variables)
-    raise PeerRefused(
-        "this vLLM's handshake does not say all of its blocks, and they are not like ours",
-        f"set {variables} to what P has, or set ENABLE_KVPATCH on P",
-    )
-
-
-def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
-    """True if the release reads a peer rightly, and may."""
-    ours = local.geometry
-    is_right = is_compatible(ours, peer) and not has_copied_states(ours, peer)
-    return is_right and not (local.reads_all or are_states_missed(ours, peer))
-
-
-def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
+def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     """Returns where a peer's layers lie, and where they overlap ours."""
     from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of these
-    from kvpatch.peer.remote_geometry import peer_regions
     from kvpatch.peer.remote_ranks import RemoteRank
-    from kvpatch.peer.remote_states import states_of_peer
 
     check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
@@ -207,9 +172,9 @@ def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> b
         bool(whole)
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
-        and not (local.reads_all or local.is_shown)
+        and not local.reads_all
         and ours.layout in LAYER_BY_LAYER
-        and has_smaller_blocks(peer, ours.block_tokens)
+        and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
         and is_compatible(ours, replace(peer, block_tokens=ours.block_tokens))
     )
 
@@ -229,16 +194,6 @@ def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFac
         )
 
 
-def _of_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
-    try:
-        check_unread(local, remote, facts)
-    except PeerRefused as error:
-        return Refuse(
-            f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}", error.cure
-        )
-    return Stock()
-
-
 # --- which peers the release reads rightly ------------------------------------------------
 
 
@@ -256,48 +211,12 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
     refuse_other_rows(ours.facts, ours.backend, peer.backend)
-    if peer.key_order not in (None, ours.key_order):  # a CPU whose processor packs keys otherwise
-        _refuse_undecidable(ours, peer)
-        return False
-    same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
-    if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
-        return True
-    if not same_split:
-        _refuse_unknown_split(ours, peer)
-    _refuse_undecidable(ours, peer)
-    return False
-
-
-def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    same_tokens = peer.block_tokens == ours.block_tokens and (
-        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-    )
-    same_layout = peer.layout in (None, ours.layout) or _has_same_bytes(ours, peer)
-    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
-    same_heads = peer.tp_size == ours.tp_size or (
-        (_has_heads_in_pieces(ours) or not ours.has_heads)
-        and not has_ranks_unmet(ours, peer)
-        and not has_replicated_heads(ours, peer)
-        and not split_by_nobody(ours, peer)
-    )
-    return same_tokens and same_layout and same_heads
-
-
-def _has_same_bytes(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if two layouts are the same bytes: without heads LBHNC and LBNHC are."""
-    return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
-
-
-def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
-    if ours.layout in NAMED_LAYOUTS:
-        return inner_layout(ours.layout) == "HND"
-    return ours.inner_layout == "HND"
-
-
-# --- what nobody can tell of a peer of another geometry ------------------------------------
-
-
-def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    if peer.key_order in (None, ours.key_order):  # else a CPU's whose processor packs them so
+        same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
+        if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
+            return True
+        if not same_split and ours.kv_split != "together":
+            _refuse_unknown_split(ours, peer)
     check_key_order(ours, peer)
     if peer.kernel_blocks_per_block is None and ours.kernel_sizes is None:
         raise PeerRefused(
@@ -310,12 +229,29 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
             f"its attention backend is {peer.backend}, ours {ours.backend}",
             "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
+    return False
+
+
+def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    same_tokens = peer.block_tokens == ours.block_tokens and (
+        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+    )
+    # Without heads these two are the same bytes.
+    are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
+    same_layout = peer.layout in (None, ours.layout) or are_latents
+    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
+    inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
+    same_heads = peer.tp_size == ours.tp_size or (
+        (inner == "HND" or not ours.has_heads)
+        and not has_ranks_unmet(ours, peer)
+        and not has_replicated_heads(ours, peer)
+        and not split_by_nobody(ours, peer)
+    )
+    return same_tokens and same_layout and same_heads
 
 
 def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Refuses a peer whose keys and values are together by its statement, and may not be."""
-    if ours.kv_split == "together":
-        return
     if peer.layout is None:
         raise PeerRefused(
             "this release's handshake states no layout, which tells heads from tokens where P's "

@@ -20,7 +20,7 @@ from kvpatch.core.text import one_line
 from kvpatch.core.version import __version__
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer import peer_hash
-from kvpatch.peer.compared_hash import own_factors
+from kvpatch.peer.peer_hash import own_factors
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import StateDivision, state_division
 

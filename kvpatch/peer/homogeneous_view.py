@@ -6,8 +6,8 @@ the peer registered. Which bytes a read moves is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import lcm
 from typing import Any
 
@@ -71,8 +71,8 @@ def homogeneous_metadata(
         "attn_backend_name": ours.backend,
         **own_regions,
     }
-    if peer.memory_kind is not None:
-        stated["region_mem_types"] = [peer.memory_kind] * count
+    if peer.memory_kinds:
+        stated["region_mem_types"] = [*peer.memory_kinds] * count
     return restated(metadata, facts, stated)
 
 
@@ -144,21 +144,14 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
         )
 
 
-def book_own_cut(
-    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
-) -> None:
+def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_id: str) -> None:
     """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
     By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
     even between like engines.
     """
     if facts.books_cuts_of_peers:
-        worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
-
-
-def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> AbstractContextManager[None]:
-    """Makes the worker compare its peer's layout with this one, while inside."""
-    return replaced(worker, kv_cache_layout=layout) if facts.states_layout else nullcontext()
+        worker._physical_blocks_per_logical[engine_id] = ours.kernel_blocks_per_block
 
 
 # --- more ranks than KV heads, where P and D have different numbers of ranks -----------------
@@ -180,18 +173,21 @@ def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     return peer.tp_size < least  # else the release takes both for holders of one head a rank
 
 
-def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int | None:
-    """A number of heads of which every rank has some of its own; None where they do already."""
-    return 2 * lcm(ours.tp_size, peer.tp_size) if has_replicated_heads(ours, peer) else None
+@contextmanager
+def taken_for_like(
+    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
+) -> Iterator[int]:
+    """Makes the worker take a peer for one like us, while inside; yields its number of ranks.
 
-
-def model_of_heads(
-    worker: Any, facts: ReleaseFacts, heads: int | None
-) -> AbstractContextManager[None]:
-    """Makes the worker take its model for one of so many heads, while inside; None for its own."""
-    if heads is None or not facts.topology:
-        return nullcontext()
-    values = {"total_num_kv_heads": heads}
-    if facts.topology == "transfer_topo":
-        values["local_physical_heads"] = heads // worker.world_size
-    return replaced(getattr(worker, facts.topology), **values)
+    It compares one layout, and its model has heads of which every rank has some of its own.
+    """
+    with ExitStack() as inside:
+        if facts.states_layout:
+            inside.enter_context(replaced(worker, kv_cache_layout=homogeneous_layout(ours)))
+        if facts.topology and has_replicated_heads(ours, peer):
+            heads = 2 * lcm(ours.tp_size, peer.tp_size)
+            values = {"total_num_kv_heads": heads}
+            if facts.topology == "transfer_topo":
+                values["local_physical_heads"] = heads // worker.world_size
+            inside.enter_context(replaced(getattr(worker, facts.topology), **values))
+        yield ours.tp_size if has_ranks_unmet(ours, peer) else peer.tp_size

@@ -1,15 +1,13 @@
 """Stands between our release's handshake and a P of another release, for as long as it lasts.
 
-The release is told that P listens here, on this machine. What it asks is asked of P in P's own
-words; what P answers it is told in ours. Its checks and its books stay its own.
+The release is handed this in place of a socket. What it asks is asked of P in P's own words; what P
+answers it is told in ours. Its checks and its books stay its own.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +27,8 @@ from kvpatch.peer.other_releases import (
     speak_alike,
     translated,
 )
-from kvpatch.peer.side_channel_key import listen_under_key
 
-HOST = "127.0.0.1"
-_LOOK_MS = 50
+_METADATA = "agent_metadata_bytes"
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,9 @@ class Interpretation:
         payload = self._payload(rank, fields_of(payload), payload)
         if self.own.question != "stage and rank":
             return [payload]
-        return [payload, clock[0] if clock else msgspec.msgpack.encode(_between(asked))]
+        # The middle of a question's way, for the clock of a P that does not tell its own.
+        between = msgspec.msgpack.encode((asked + time.perf_counter()) / 2)
+        return [payload, clock[0] if clock else between]
 
     def _payload(self, rank: int, stated: dict[str, Any], payload: bytes) -> bytes:
         import msgspec
@@ -98,61 +96,27 @@ class Interpretation:
         )
 
 
-_METADATA = "agent_metadata_bytes"
+class InterpretedSocket:
+    """Stands for the socket at which our release asks P."""
 
+    def __init__(self, interpretation: Interpretation) -> None:
+        self._interpretation, self._frames = interpretation, list[bytes]()
 
-def _between(asked: float) -> float:
-    """Returns the middle of a question's way, for the clock of a P that does not tell its own."""
-    return (asked + time.perf_counter()) / 2
+    def setsockopt(self, *_: int) -> None:
+        """Sets nothing: P is asked in a time of kvpatch's own."""
 
+    def send(self, message: bytes) -> None:
+        """Asks P what the release asks, and keeps the answer.
 
-@contextmanager
-def interpreting(interpretation: Interpretation) -> Iterator[int]:
-    """Yields a port at which a thread answers our release in P's place::
+        Raises:
+            PeerRefused: P does not answer, or as no release that is known.
+        """
+        self._frames = self._interpretation.answer(message)
 
-        with interpreting(interpretation) as port:
-            release.handshake(HOST, port)
+    def recv(self) -> bytes:
+        """Returns what the release is answered."""
+        return self._frames[0]
 
-    At the end it raises what P was refused for; the release knows a bad answer alone.
-    """
-    import zmq
-
-    context: Any = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    listen_under_key(socket)
-    port = socket.bind_to_random_port(f"tcp://{HOST}")
-    ends, refusals = threading.Event(), list[PeerRefused]()
-    told = interpretation, socket, ends, refusals
-    thread = threading.Thread(target=_serve, args=told, name="kvpatch-handshake", daemon=True)
-    thread.start()
-    try:
-        yield port
-    finally:
-        ends.set()
-        thread.join()
-        context.destroy(linger=0)
-        if refusals:
-            raise refusals[-1] from None
-
-
-def _serve(
-    interpretation: Interpretation,
-    socket: Any,
-    ends: threading.Event,
-    refusals: list[PeerRefused],
-) -> None:
-    import msgspec
-
-    while not ends.is_set():
-        if not socket.poll(_LOOK_MS):
-            continue
-        who, *between, message = socket.recv_multipart()
-        try:
-            answer = interpretation.answer(message)
-        except PeerRefused as refusal:
-            refusals.append(refusal)
-            answer = [b""]
-        except msgspec.MsgspecError:  # somebody else on this machine asks
-            answer = [b""]
-        socket.send_multipart([who, *between, *answer])
+    def recv_multipart(self) -> list[bytes]:
+        """Returns that with P's clock behind it, from 0.28 on."""
+        return self._frames

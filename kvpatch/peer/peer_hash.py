@@ -2,15 +2,20 @@
 
 A release hashes a few facts of an engine, by name, as one JSON object with sorted names. A hash
 tells nothing but whether it is the same, so that what may be accepted of a peer is tried until
-its hash comes out: versions of vLLM times attention backends.
+its hash comes out: versions of vLLM times attention backends. The release compares the two in the
+thread of the handshake, before it decodes anything else of the peer: it is handed a hash of its own
+that says how another one differs.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +23,15 @@ from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts
 from kvpatch.core.text import shown
+from kvpatch.observe.book import Book
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
+
+_LOG = logging.getLogger("kvpatch.named_factors")
+#: The hashes that are remembered: of more peers than a fleet has kinds of.
+_MOST_HASHES = 256
+#: Characters; of others nothing is kept.
+_HASH_LENGTH = 64
 
 VERSION = "vllm_version"
 CONNECTOR_VERSION = "nixl_connector_version"
@@ -174,21 +188,149 @@ def _versions(own: OwnFactors) -> dict[str, ReleaseFacts]:
     return {version: own.facts} | found | {version: own.facts}
 
 
-def not_accepted(named: Explanation, accepted: Collection[str]) -> PeerRefused:
-    """The refusal of a peer that differs in something that ``KVPATCH_ACCEPT`` does not list."""
-    wanted = ",".join(dict.fromkeys((*accepted, *named.factors)))
-    return PeerRefused(
-        f"{_NOT_OURS}: {named}",
-        f"use {' and '.join(_ON_BOTH[name] for name in named.factors)} on both sides, or set "
-        f"{settings.ACCEPT}={wanted} here, which goes on where the rest of the handshake fits",
-    )
+class NamedPeers(threading.local):
+    """The accepted peers of a worker's handshakes, which have threads of their own, one each."""
+
+    _named: Explanation | None = None
+
+    def accept(self, named: Explanation | None) -> None:
+        """Keeps how the peer of this thread's handshake differs; None where it has our hash."""
+        self._named = named
+
+    def accepted(self) -> Explanation | None:
+        """Returns how the peer of this thread's handshake differs; None if it has our hash."""
+        return self._named
 
 
-def unexplained(own: OwnFactors) -> PeerRefused:
-    """The refusal of a peer that differs in what cannot be accepted, or cannot be tried."""
-    return PeerRefused(
-        f"{_NOT_OURS}, and no version of vLLM and no attention backend explains it; this engine "
-        f"hashes {own}",
-        "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
-        "compatibility hash`), and use one of each on both sides, --model letter by letter",
-    )
+class ComparedHash(str):
+    """A hash that a peer's is compared with: one that is accepted counts as equal."""
+
+    _accept: Callable[[str | None], None]
+
+    __slots__ = ("_accept",)
+
+    @classmethod
+    def of(cls, own: OwnFactors, peers: NamedPeers, book: Book, *, checks: bool) -> ComparedHash:
+        """Makes this engine's; `checks` is True if what is accepted is checked here."""
+
+        @lru_cache(_MOST_HASHES)  # a peer that is refused is asked again by each of its requests
+        def explained(stated: str) -> Explanation | None:
+            return explain(own, stated)
+
+        def accept(stated: str | None) -> None:
+            peers.accept(None)
+            if stated is not None:
+                with book.refusals():
+                    found = explained(stated) if len(stated) == _HASH_LENGTH else None
+                    peers.accept(_judged(own, found, checks=checks))
+
+        made = cls(own.digest)
+        made._accept = accept
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        """Raises:
+        PeerRefused: the other is a peer's, and its engine differs in what is not accepted.
+        """
+        if not isinstance(other, str):
+            return False
+        self._accept(None if str.__eq__(self, other) else str(other))
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _judged(own: OwnFactors, named: Explanation | None, *, checks: bool) -> Explanation:
+    """Returns how a peer differs, or refuses it."""
+    accepted = settings.accepted_factors()
+    if named is None:
+        raise PeerRefused(
+            f"{_NOT_OURS}, and no version of vLLM and no attention backend explains it; this "
+            f"engine hashes {own}",
+            "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
+            "compatibility hash`), and use one of each on both sides, --model letter by letter",
+        )
+    if not set(named.factors) <= set(accepted):
+        wanted = ",".join(dict.fromkeys((*accepted, *named.factors)))
+        raise PeerRefused(
+            f"{_NOT_OURS}: {named}",
+            f"use {' and '.join(_ON_BOTH[name] for name in named.factors)} on both sides, or set "
+            f"{settings.ACCEPT}={wanted} here, which goes on where the rest of the handshake fits",
+        )
+    if not checks:
+        raise PeerRefused(
+            f"{settings.ACCEPT} accepts what unlike_engines checks, which KVPATCH_DISABLE "
+            "turns off",
+            "leave it on",
+        )
+    return named
+
+
+def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
+    """Makes a registered worker explain how a peer's hash differs; the hash it sends stays.
+
+    Returns False where its own hash is made of something that is not known here.
+    """
+    own = own_factors(release)
+    if own is None:
+        _LOG.warning(
+            "this engine's compatibility hash is made of something that kvpatch does not know: how "
+            "peers differ is not said, and %s accepts nothing",
+            settings.ACCEPT,
+        )
+        return False
+    state = worker_state(release.worker)
+    peers = state.of(NamedPeers)
+    release.worker.compat_hash = ComparedHash.of(own, peers, state.book, checks=checks)
+    return True
+
+
+def own_factors(release: ReleaseWorker) -> OwnFactors | None:
+    """Returns those of a registered worker; None where its hash is made of something else."""
+    import vllm
+
+    worker, facts = release.worker, release.facts
+    config = worker.vllm_config
+    model, cache = config.model_config, config.cache_config
+    topology = getattr(worker, facts.topology) if facts.topology else None
+    found: dict[str, Any] = {
+        VERSION: vllm.__version__,
+        CONNECTOR_VERSION: facts.connector_version,
+        "model": model.model,
+        "dtype": str(model.dtype),
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "num_hidden_layers": model.get_total_num_hidden_layers(),
+        BACKEND: worker.backend_name,
+        CACHE_DTYPE: str(cache.cache_dtype),
+        CROSS_LAYERS: bool(getattr(topology, "cross_layers_blocks", False)),
+        HYBRID: not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        MODE: "pull",  # of push mode nothing is named
+    }
+    if SPECULATION in facts.hash_factors or config.speculative_config is None:
+        found[SPECULATION] = _speculation(config)
+    own = OwnFactors(facts, found)
+    try:
+        is_known = own.digest == worker.compat_hash
+    except TypeError:  # a value of a kind that no release puts into its hash
+        return None
+    return own if is_known else None
+
+
+def _speculation(config: Any) -> dict[str, Any] | None:
+    """The facts of drafting that count; nothing without a drafter that reads the model's states."""
+    drafting = config.speculative_config
+    if drafting is None or not drafting.use_eagle():
+        return None
+    draft = drafting.draft_model_config
+    layers = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    found = {name: getattr(draft, name) for name in ("model", "revision", "code_revision")}
+    return found | {
+        "method": drafting.method,
+        "parallel_drafting": drafting.parallel_drafting,
+        "kv_cache_dtype": str(drafting.kv_cache_dtype or config.cache_config.cache_dtype),
+        "auxiliary_layer_ids": None if layers is None else list(layers),
+    }

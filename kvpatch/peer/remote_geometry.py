@@ -9,58 +9,67 @@ layout's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
-    LAYERS_INSIDE_BLOCKS,
     NHD,
     PACKED_HND,
     PACKED_NHD,
     Axes,
-    block_axes,
-    block_bytes,
-    inner_layout_of_axes,
+    DenseBlocks,
     row_bytes,
 )
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
-from kvpatch.peer.agent_metadata import MOST_TOKENS, AgentMetadata
-from kvpatch.peer.block_shapes import (
-    BlockShape,
-    check_blocks,
-    check_planes,
-    check_tokens,
-    dense_planes,
-    heads_of,
-    key_order_of_peer,
-    page_bytes_at,
-    shape_at_peer,
-    tokens_of,
-)
-from kvpatch.peer.cross_layer_form import (
+from kvpatch.peer.agent_metadata import (
+    MOST_TOKENS,
+    AgentMetadata,
     CrossLayerForm,
     packed_digest,
     places_digest,
 )
+from kvpatch.peer.block_shapes import (
+    Piece,
+    check_blocks,
+    check_planes,
+    check_tokens,
+    heads_of,
+    peer_memory,
+    shape_at_peer,
+)
+from kvpatch.peer.named_regions import by_layout
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
-from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
+from kvpatch.worker.registered_caches import LayerCache
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
     """Returns a peer's planes; those whose blocks lie inside one another are together."""
     check_blocks(ours, peer)
+    if peer.form is not None:
+        pieces = _in_cross_layer_blocks(ours, peer, peer.form)
+    elif ours.units is not None and peer.cache_shape in (None, "packed"):
+        pieces = by_layout(ours, ours.units, peer)
+    else:
+        pieces = _by_number(ours, peer)
+    memory, keys = peer_memory(ours, peer), peer.key_order or ours.key_order
     try:
-        if peer.form is not None:
-            found = in_cross_layer_blocks(ours, peer, peer.form)
-        elif ours.units is not None and peer.cache_shape in (None, "packed"):
-            found = by_layout(ours, ours.units, peer)
-        else:
-            found = by_number(ours, peer)
+        found = tuple(
+            DenseBlocks(
+                peer.addresses[piece.region] + piece.offset_bytes,
+                peer.stride_bytes[piece.region],
+                piece.axes,
+                peer.blocks,
+                piece.shape.heads,
+                piece.shape.tokens,
+                piece.shape.first_head,
+                memory,
+                keys,
+            ).planes(piece.members)
+            for piece in pieces
+        )
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
         raise PeerRefused(
             f"its numbers cannot be true: {error}",
@@ -75,12 +84,45 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
 # --- <= 0.28: regions have the numbers of ours ----------------------------------------
 
 
-def by_number(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
-    """Returns the planes of regions that hold what our region of the same number holds."""
+def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
+    """Yields the pieces of regions that hold what our region of the same number holds."""
     _check_regions(ours, peer)
-    return tuple(
-        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
-    )
+    for name, layer in ours.layers.items():
+        shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
+        for region, members in _regions(name, layer, ours, peer).items():
+            found = shape_at_peer(ours, peer, members, peer.block_bytes[region])
+            size_bytes = found.tokens * found.heads * row_bytes(members)
+            if size_bytes != peer.block_bytes[region]:
+                raise PeerRefused(
+                    f"{found.tokens} tokens of {found.heads} heads come to {size_bytes} bytes and "
+                    f"not to {peer.block_bytes[region]}",
+                    "both sides need one model, one --kv-cache-dtype and one attention backend",
+                )
+            by_turns = len(members) == 2 and layer.has_heads_by_turns
+            # Heads by turns are a token's keys and values side by side, head by head.
+            axes = PACKED_NHD
+            if not by_turns or (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
+                axes = _region_axes(len(members) == 2 and shape == "packed", ours, peer)
+            yield Piece(members, region, axes, found)
+
+
+def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
+    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
+    if (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
+        return BY_COLUMN
+    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
+    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
+    layout = peer.inner_layout
+    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
+        shows = ours.shows_layout or peer.layout is None
+        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
+    if layout is None:
+        raise PeerRefused(
+            f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
+        )
+    if layout == "HND":
+        return PACKED_HND if packed else HND
+    return PACKED_NHD if packed else NHD
 
 
 def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
@@ -119,273 +161,73 @@ def _check_regions(ours: LocalGeometry, peer: AgentMetadata) -> None:
         )
 
 
-def _planes(
-    name: str, layer: LayerCache, ours: LocalGeometry, peer: AgentMetadata
-) -> list[tuple[Plane, ...]]:
-    found = []
-    for region, members in _regions(name, layer, ours, peer).items():
-        by_turns = layer.has_heads_by_turns
-        packed = len(members) == 2 and (by_turns or _is_packed(layer, peer))
-        # Heads by turns are a token's keys and values side by side, head by head.
-        at_peer = replace(peer, layout="NHD") if by_turns and packed else peer
-        found.append(_region_planes(members, region, packed, ours, at_peer))
-    return found
-
-
-def _is_packed(layer: LayerCache, peer: AgentMetadata) -> bool:
-    """True if keys and values of a token are one row in the peer's blocks."""
-    if peer.cache_shape is not None:
-        return peer.cache_shape == "packed"
-    return "packed" in layer.order.dimensions
-
-
 def _regions(
     name: str, layer: LayerCache, ours: LocalGeometry, peer: AgentMetadata
 ) -> dict[int, list[Plane]]:
     """Our planes of one layer by the number of the peer's region that they lie in."""
+    theirs = kv_split_of_peer(ours, peer)
+    own = ours.kv_split if peer.cache_shape is None else kv_split_of(ours)
     found: dict[int, list[Plane]] = {}
-    region = None
+    region, number = None, 0
     for plane in layer.planes:
         if plane.address in ours.addresses:
-            region = ours.addresses.index(plane.address)
+            region, number = ours.addresses.index(plane.address), 0
         if region is None:
             raise PeerRefused(
                 f"layer {name} starts in none of our regions", "use layout HND or NHD"
             )
-        found.setdefault(region, []).append(plane)
-    return by_peers_regions(found, ours, peer)
-
-
-def _region_planes(
-    members: list[Plane], region: int, packed: bool, ours: LocalGeometry, peer: AgentMetadata
-) -> tuple[Plane, ...]:
-    shape = shape_at_peer(ours, peer, members, peer.block_bytes[region])
-    found = shape.tokens * shape.heads * row_bytes(members)
-    if found != peer.block_bytes[region]:
-        raise PeerRefused(
-            f"{shape.tokens} tokens of {shape.heads} heads come to {found} bytes and not to "
-            f"{peer.block_bytes[region]}",
-            "both sides need one model, one --kv-cache-dtype and one attention backend",
-        )
-    return dense_planes(ours, peer, region, 0, _region_axes(packed, ours, peer), shape, members)
-
-
-def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
-    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
-    if key_order_of_peer(ours, peer) is not KeyOrder.ROW_MAJOR:
-        return BY_COLUMN
-    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
-    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
-    layout = peer.inner_layout
-    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
-        shows = ours.shows_layout or peer.layout is None
-        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
-    if layout is None:
-        raise PeerRefused(
-            f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
-        )
-    if layout == "HND":
-        return PACKED_HND if packed else HND
-    return PACKED_NHD if packed else NHD
-
-
-# --- from 0.29 on: the layout's name says what regions are ----------------------------
-
-
-def by_layout(
-    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
-) -> tuple[tuple[Plane, ...], ...]:
-    """Returns the planes of regions that are what their layout's name makes them."""
-    if ours.layers_differ_in_shape:
-        _check_plan(ours, peer)
-    stated = peer.block_tokens or ours.block_tokens
-    shapes = {
-        name: shape_at_peer(
-            ours,
-            peer,
-            layer.planes,
-            page_bytes_at(ours, peer, layer, stated)
-            if peer.layout in LAYERS_INSIDE_BLOCKS
-            else peer.block_bytes[0],
-        )
-        for name, layer in ours.layers.items()
-    }
-    sizes = {
-        name: LayerSizes(shapes[name].heads, row_bytes(layer.planes), shapes[name].tokens)
-        for name, layer in ours.layers.items()
-    }
-    is_packed = ours.layers_differ_in_shape and peer.layout in LAYERS_INSIDE_BLOCKS
-    regions = Regions(str(peer.layout), peer.block_bytes, names_by_attention(ours, peer))
-    if is_packed:
-        # Layers of several groups may begin in one place, with pages of several sizes: only the
-        # cross-layer blocks that all lie in say where each is.
-        regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
-    slices = regions.slices(units, ours.cross_layer_groups, sizes)
-    if is_packed:
-        _check_starts(slices, peer)
-    _check_packed(slices, sizes, peer)
-    return tuple(
-        _slice_planes(layer, region_slice, shapes[name], ours, peer)
-        for name, layer in ours.layers.items()
-        for region_slice in slices[name]
-    )
-
-
-def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose release plans other groups for layers of several shapes.
-
-    Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
-    one size; where blocks are, they have one number of tokens, and pages lie packed.
-    """
-    is_packed = peer.layout in LAYERS_INSIDE_BLOCKS
-    if is_packed and len(tokens_of(ours.layers, ours.layers)) == 1:
-        return
-    if peer.layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
-        raise PeerRefused(
-            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
-            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
-        )
-    if differ_in_page_bytes(ours.layers):
-        raise PeerRefused(
-            "our layers of several shapes are packed into rows, and its have pages of one size, "
-            "in other groups",
-            "use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D (KVCACHED_CONTIGUOUS_LAYOUT=false "
-            "with kvcached)",
-        )
-
-
-def _check_starts(slices: Mapping[str, tuple[RegionSlice, ...]], peer: AgentMetadata) -> None:
-    """Refuses a peer whose regions do not begin where layers do in its blocks."""
-    starts = {one.offset_bytes for of_layer in slices.values() for one in of_layer}
-    found = {address - peer.addresses[0] for address in peer.addresses}
-    if not found <= starts or len(set(peer.stride_bytes)) > 1:
-        raise PeerRefused(
-            f"its regions begin {sorted(found)} bytes behind the first, every "
-            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}",
-            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
-        )
-
-
-def names_by_attention(ours: LocalGeometry, peer: AgentMetadata) -> tuple[str, ...] | None:
-    """Returns which attention layer's each of a peer's regions is; None where it names none.
-
-    A region is named after the layer that was registered first there, which in a hybrid model
-    may be one with recurrent state.
-    """
-    if peer.region_names is None:
-        return None
-    there = {layer.planes[0].address: name for name, layer in reversed(tuple(ours.layers.items()))}
-    states = {name: there.get(pages.address, name) for name, pages in ours.states.items()}
-    return tuple(states.get(name, name) for name in peer.region_names)
-
-
-def _check_packed(
-    slices: Mapping[str, tuple[RegionSlice, ...]],
-    sizes: Mapping[str, LayerSizes],
-    peer: AgentMetadata,
-) -> None:
-    """Refuses a peer that says that layers follow one another otherwise than ours would."""
-    if not peer.packed_layers:
-        return
-    found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
-    if found != set(peer.packed_layers):
-        raise PeerRefused(
-            "its layers follow one another in a block's row in another way than ours would",
-            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
-        )
-
-
-def _slice_planes(
-    layer: LayerCache,
-    region_slice: RegionSlice,
-    shape: BlockShape,
-    ours: LocalGeometry,
-    peer: AgentMetadata,
-) -> tuple[Plane, ...]:
-    axes = block_axes(str(peer.layout))
-    if key_order_of_peer(ours, peer) is not KeyOrder.ROW_MAJOR:
-        if inner_layout_of_axes(axes) == "NHD" and region_slice.heads > 1:
-            raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
-        axes = BY_COLUMN
-    of_slice = BlockShape(
-        shape.first_head + region_slice.first_head, region_slice.heads, shape.tokens
-    )
-    return dense_planes(
-        ours, peer, region_slice.region, region_slice.offset_bytes, axes, of_slice, layer.planes
-    )
+        place = region
+        if theirs not in (None, own):
+            place = 2 * region + number if theirs == "apart" else region // 2
+        found.setdefault(place, []).append(plane)
+        number += 1
+    return found
 
 
 # --- cross-layer blocks ---------------------------------------------------------------
 
 
-def in_cross_layer_blocks(
+def _in_cross_layer_blocks(
     ours: LocalGeometry, peer: AgentMetadata, form: CrossLayerForm
-) -> tuple[tuple[Plane, ...], ...]:
-    """Returns the planes in cross-layer blocks, where each layer's part follows the one before."""
+) -> Iterator[Piece]:
+    """Yields the pieces of cross-layer blocks, where each layer's part follows the one before.
+
+    Where groups are packed, each divides the blocks in its own way, all of one number of tokens.
+    """
     if {ours.key_order, peer.key_order} - {None, KeyOrder.ROW_MAJOR}:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
-    packed = ours.cross_layer_groups
-    if packed is not None and packed_digest(packed) == form.places:
-        return tuple(_in_packed_blocks(ours, peer, form, packed))
-    if (ours.cross_layer_places or places_digest(ours.places)) != form.places:
+    groups = ours.cross_layer_groups
+    divisions: Sequence[Sequence[Sequence[str]]] = (ours.places,)
+    is_packed = groups is not None and packed_digest(groups) == form.places
+    if groups is not None and is_packed:
+        divisions = [[(name,) for name in group] for group in groups]
+    elif (ours.cross_layer_places or places_digest(ours.places)) != form.places:
         raise PeerRefused(
             "its attention groups have other layers side by side than ours",
             "both sides need one model, one vLLM and the same of --disable-hybrid-kv-cache-manager "
             "and --speculative-config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
         )
-    found = []
-    offset = size_bytes = 0
-    even_bytes = peer.block_bytes[0] // len(ours.places)  # kvcached's, where layers differ in shape
-    for layers in ours.places:
-        for name in layers:
-            planes, size_bytes = _part_of_block(ours, peer, form, name, offset, even_bytes)
-            found.append(planes)
-        offset += size_bytes
-    _check_size(peer, form, offset)
-    return tuple(found)
-
-
-def _in_packed_blocks(
-    ours: LocalGeometry,
-    peer: AgentMetadata,
-    form: CrossLayerForm,
-    groups: Sequence[Sequence[str]],
-) -> Iterator[tuple[Plane, ...]]:
-    """Blocks that each group divides in its own way, all of one number of tokens."""
+    # kvcached's, where layers differ in shape.
+    part_bytes = None if is_packed else peer.block_bytes[0] // len(ours.places)
     ends = []
-    for group in groups:
+    for division in divisions:
         offset = 0
-        for name in group:
-            page_bytes = page_bytes_at(ours, peer, ours.layers[name], form.block_tokens)
-            planes, size_bytes = _part_of_block(ours, peer, form, name, offset, page_bytes)
-            yield planes
-            offset += size_bytes
+        for names in division:
+            for name in names:
+                layer = ours.layers[name]
+                channels = {plane.counts.channels for plane in layer.planes}
+                if layer.has_heads != ("head" in form.axes) or len(channels) > 1:
+                    raise PeerRefused(
+                        f"its rows {form} have no place for layer {name}", "use one model"
+                    )
+                shape = shape_at_peer(ours, peer, layer.planes, part_bytes)
+                piece = Piece(layer.planes, 0, form.axes, shape, offset)
+                yield piece
+            offset += piece.size_bytes
         ends.append(offset)
-    _check_size(peer, form, max(ends))
-
-
-def _part_of_block(
-    ours: LocalGeometry,
-    peer: AgentMetadata,
-    form: CrossLayerForm,
-    name: str,
-    offset: int,
-    part_bytes: int,
-) -> tuple[tuple[Plane, ...], int]:
-    """A layer's planes `offset` bytes into a peer's blocks, and how many bytes it has there."""
-    planes = ours.layers[name].planes
-    has_heads = ours.layers[name].has_heads
-    if has_heads != ("head" in form.axes) or len({plane.counts.channels for plane in planes}) > 1:
-        raise PeerRefused(f"its rows {form} have no place for layer {name}", "use one model")
-    shape = shape_at_peer(ours, peer, planes, part_bytes)
-    found = dense_planes(ours, peer, 0, offset, form.axes, shape, planes)
-    return found, block_bytes(found)
-
-
-def _check_size(peer: AgentMetadata, form: CrossLayerForm, size_bytes: int) -> None:
-    if size_bytes != peer.block_bytes[0]:
+    if max(ends) != peer.block_bytes[0]:
         raise PeerRefused(
-            f"{form.block_tokens} tokens of all our layers come to {size_bytes} bytes and not to "
+            f"{form.block_tokens} tokens of all our layers come to {max(ends)} bytes and not to "
             f"{peer.block_bytes[0]}",
             "both sides need one model, one --kv-cache-dtype and one --pipeline-parallel-size",
         )
@@ -428,22 +270,6 @@ def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None
     if ours.kv_split == "together":
         return "apart" if theirs == 2 * count else None
     return "together" if 2 * theirs == count else None
-
-
-def by_peers_regions(
-    members: Mapping[int, list[Plane]], ours: LocalGeometry, peer: AgentMetadata
-) -> dict[int, list[Plane]]:
-    """A layer's planes, by the number of our region, as they lie in the peer's regions."""
-    theirs = kv_split_of_peer(ours, peer)
-    own = ours.kv_split if peer.cache_shape is None else kv_split_of(ours)
-    if theirs is None or theirs == own:
-        return dict(members)
-    found: dict[int, list[Plane]] = {}
-    for region, planes in members.items():
-        for number, plane in enumerate(planes):
-            place = 2 * region + number if theirs == "apart" else region // 2
-            found.setdefault(place, []).append(plane)
-    return found
 
 
 def may_be_kvcacheds(peer: AgentMetadata, parts: Iterable[int]) -> bool:

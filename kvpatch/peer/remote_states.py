@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.remote_geometry import names_by_attention
+from kvpatch.peer.block_shapes import ONE_SIZE
+from kvpatch.peer.named_regions import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.state_division import StateDivision
 
-ONE_SIZE = "use one --tensor-parallel-size on both sides"
 _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
-
-
-class StatesSizes(Protocol):
-    """The sizes that every form of a peer's metadata states."""
-
-    @property
-    def state_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of each recurrent state of a layer; none where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,53 +32,63 @@ class RemoteStates:
 
 
 def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, RemoteStates]:
-    """Returns each layer's states on one rank of a peer whose regions are known to be ours."""
+    """Returns each layer's states on one rank of a peer whose regions are known to be ours.
+
+    Refuses other states: by shapes and types in cross-layer blocks, else by bytes.
+    """
     if not ours.states:
         return {}
     check_ranks_of_states(ours, peer)
-    _check_sizes(ours, peer)
+    parts, places = peer.kernel_blocks_per_block or 1, _places(ours)
+    sizes_of = {name: _sizes_at(peer, ours, own) for name, own in ours.states.items()}
+    if peer.form is None and {*sizes_of.values()} != {peer.state_bytes}:
+        raise _other_sizes(peer.state_bytes, {*sizes_of.values()})
     if peer.form is None and peer.layout not in LAYER_BY_LAYER:
         raise PeerRefused(
             f"recurrent state is not read from layout {peer.layout}",
             "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
         )
-    parts = peer.kernel_blocks_per_block or 1
+    if peer.form is not None and peer.form.places != ours.cross_layer_places:
+        raise PeerRefused(
+            "its recurrent states have other shapes or types than ours, or lie beside other layers",
+            f"{_SAME_DTYPES}, one vLLM and one --speculative-config",
+        )
+    ranks = Rank(peer.tp_rank, peer.tp_size), Rank(ours.tp_rank, ours.tp_size)
     found = {}
     for name, own in ours.states.items():
-        if peer.form is None:
-            region = _region_of(ours, peer, own)
-            address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
-            stride_bytes = peer.stride_bytes[region] * parts
-        else:
-            places = _places(ours)
+        region = 0 if peer.form is not None else _region_of(ours, peer, own)
+        address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
+        if peer.form is not None:
             page_bytes = peer.block_bytes[0] // len(places) * parts
-            address = peer.addresses[0] + places[own.address] * page_bytes
-            stride_bytes = peer.stride_bytes[0] * parts
-        sizes = _sizes_at(peer, ours, own)
+            address += places[own.address] * page_bytes
+        sizes = sizes_of[name]
         if sum(sizes) > page_bytes:
             raise PeerRefused(
                 f"the states of layer {name} take {sum(sizes)} bytes, and a block of its has "
                 f"{page_bytes}",
                 "use one model on both sides",
             )
+        stride_bytes = peer.stride_bytes[region] * parts
+        runs: tuple[StateRun, ...] = (StateRun(0, 0, own.size_bytes),)
+        if not _is_same_rank(ours, peer):
+            runs = shared_runs(own.division.states, *ranks)
         pages = StatePages(address, stride_bytes, peer.blocks // parts, sizes)
-        found[name] = RemoteStates(pages, _runs(peer, ours, own))
+        found[name] = RemoteStates(pages, runs)
     return found
 
 
-def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if ranks of one side have some part of a state that is copied, and not shared out.
+def is_misread(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if the release reads a peer's states wrongly, or ends by them.
 
-    The release takes all parts for shared out where both sides have other numbers of ranks. One
-    that nobody here can divide counts as such.
+    Where both sides have other numbers of ranks it takes all parts of a state for shared out. One
+    that every rank has whole is misread, and one that nobody here can divide counts as such.
     """
-    if peer.tp_size == ours.tp_size:
-        return False
     divisions = [own.division for own in ours.states.values()]
-    return any(division.has_copies or division.reason for division in divisions)
+    has_copies = any(division.has_copies or division.reason for division in divisions)
+    return (has_copies and peer.tp_size != ours.tp_size) or _are_missed(ours, peer)
 
 
-def are_states_missed(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+def _are_missed(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """True if the release would read one of a peer's ranks alone, of which each has a share.
 
     <= 0.26 it takes a model of latents for one that has nothing else: from 0.21 on D ends by it.
@@ -110,14 +111,6 @@ def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tupl
         raise PeerRefused(f"its recurrent states: {error}", ONE_SIZE) from error
 
 
-def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[StateRun, ...]:
-    """Returns what of a layer's page there is ours, and where it lies here; sizes are checked."""
-    if _is_same_rank(ours, peer):
-        return (StateRun(0, 0, own.size_bytes),)
-    local = Rank(ours.tp_rank, ours.tp_size)
-    return shared_runs(own.division.states, Rank(peer.tp_rank, peer.tp_size), local)
-
-
 def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int:
     """Returns the peer's region of the layers that begin where a state of ours does.
 
@@ -132,19 +125,7 @@ def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int
     return ours.addresses.index(own.address)
 
 
-def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses other states: by shapes and types in cross-layer blocks, else by bytes."""
-    sizes = {_sizes_at(peer, ours, own) for own in ours.states.values()}
-    if peer.form is not None and peer.form.places != ours.cross_layer_places:
-        raise PeerRefused(
-            "its recurrent states have other shapes or types than ours, or lie beside other layers",
-            f"{_SAME_DTYPES}, one vLLM and one --speculative-config",
-        )
-    if peer.form is None and sizes != {peer.state_bytes}:
-        raise _other_sizes(peer.state_bytes, sizes)
-
-
-def check_state_sizes(peer: StatesSizes, sizes: Set[tuple[int, ...]]) -> None:
+def check_state_sizes(peer: AgentMetadata, sizes: Set[tuple[int, ...]]) -> None:
     """Refuses a peer for the release to read whose states are not as large as ours would be there.
 
     No hash of a release's tells their types, and none compares their sizes (<= 0.33).
@@ -184,7 +165,7 @@ def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
             "channels innermost",
             f"{ONE_SIZE}, or vLLM 0.20 or later on P",
         )
-    if are_states_missed(ours, peer):
+    if _are_missed(ours, peer):
         raise PeerRefused(
             "recurrent state is split over ranks, and this vLLM reads one of P's alone, as each "
             "has all latents",

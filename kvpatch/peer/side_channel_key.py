@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
@@ -49,9 +50,9 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
     try:
         with ExitStack() as inside:
             is_listener = socket_type == zmq.ROUTER
-            is_open = settings.side_channel_plain()
+            secret, is_open = settings.side_channel_key().encode(), settings.side_channel_plain()
             if is_listener and not is_open:
-                inside.enter_context(_same_key_alone(context))
+                inside.enter_context(_same_key_alone(context, secret))
             socket = context.socket(socket_type)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, int("[" in address))
@@ -59,44 +60,34 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
             socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES if is_listener else _ANSWER_BYTES)
             if is_listener:
                 if not is_open:
-                    listen_under_key(socket)
+                    socket.curve_secretkey = secret
+                    socket.curve_server = True
                     socket.zap_domain = _DOMAIN.encode()
                     socket.zap_enforce_domain = True  # nobody gets in where nobody looks at keys
                 socket.bind(address)
             else:
-                _ask_under_key(socket, address)
+                if secret and _is_under_key(secret, address):
+                    _own_key(socket, secret)
                 socket.connect(address)
             yield socket
     finally:
         context.destroy(linger=0)
 
 
-def listen_under_key(socket: Any) -> None:
-    """Sets the key, if there is one, on a listening socket that is not bound yet."""
-    secret = settings.side_channel_key().encode()
-    if secret:
-        socket.curve_secretkey = secret
-        socket.curve_server = True
-
-
-def _ask_under_key(socket: Any, address: str) -> None:
-    """Sets the key, if any, on a socket that is not connected yet; refuses a P without it."""
-    secret = settings.side_channel_key().encode()
-    if not secret:
-        return
+def _is_under_key(secret: bytes, address: str) -> bool:
+    """True if P has the key; refuses one without it, but for while the key is rolled out."""
     has_key = _has_key(secret, address)
-    if has_key:
-        _own_key(socket, secret)
-    elif has_key is None:
+    if has_key is None:
         raise nobody_answers(address)
-    elif not settings.side_channel_plain():
+    if not has_key and not settings.side_channel_plain():
         raise PeerRefused(
             f"P at {shown(address)} does not have this engine's side channel key",
             f"set {settings.SIDE_CHANNEL_KEY} to the same file on both sides, or "
             f"{settings.SIDE_CHANNEL_PLAIN}=true on both while the key is rolled out",
         )
-    else:
+    if not has_key:
         _LOG.warning("P at %s is asked without the side channel key, which it lacks", address)
+    return has_key
 
 
 def nobody_answers(address: str) -> PeerRefused:
@@ -141,28 +132,19 @@ def _has_key(secret: bytes, address: str) -> bool | None:
         context.destroy(linger=0)
 
 
-class _SameKey:
-    """Tells ZMQ which clients' keys are right."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Returns True for the key of all engines; ZMQ has decoded neither of the two."""
-        return key == self._public
-
-
 @contextmanager
-def _same_key_alone(context: zmq.Context[Any]) -> Iterator[None]:
+def _same_key_alone(context: zmq.Context[Any], secret: bytes) -> Iterator[None]:
     """Makes sockets of a context that listen under the key take no other key, while inside."""
     import zmq
     from zmq.auth.thread import ThreadAuthenticator
 
-    secret = settings.side_channel_key().encode()
+    public = zmq.curve_public(secret)
     allowed = ThreadAuthenticator(context)
     allowed.start()
     try:
-        allowed.configure_curve_callback(_DOMAIN, _SameKey(zmq.curve_public(secret)))
+        # ZMQ has decoded neither of the two keys.
+        same_key = SimpleNamespace(callback=lambda domain, key: key == public)
+        allowed.configure_curve_callback(_DOMAIN, same_key)
         yield
     finally:
         allowed.stop()

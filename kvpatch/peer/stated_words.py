@@ -19,8 +19,8 @@ from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
-from kvpatch.peer.cpu_keys import word_of
 from kvpatch.peer.other_releases import Address, ask, fields_of, question_for
+from kvpatch.peer.unstated_blocks import word_of
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -77,13 +77,12 @@ def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
 
 def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns what workers state, as their scheduler encodes it for peers: with some names more."""
-    return {rank: _with_words(stated) for rank, stated in metadata.items()}
-
-
-def _with_words(stated: Any) -> Any:
-    # Not taken off: a MultiConnector hands it to several.
-    words: dict[str, str] = message_on(stated).get(WORDS, {})
-    return with_names(stated, words) if words else stated
+    # The words are not taken off: a MultiConnector hands them to several.
+    words = {rank: message_on(stated).get(WORDS, {}) for rank, stated in metadata.items()}
+    return {
+        rank: with_names(stated, words[rank]) if words[rank] else stated
+        for rank, stated in metadata.items()
+    }
 
 
 def with_names(stated: Any, words: Mapping[str, str]) -> Any:
@@ -92,20 +91,18 @@ def with_names(stated: Any, words: Mapping[str, str]) -> Any:
     Args:
         stated: a dataclass of the release's, or ``<= 0.11.0`` a struct of msgspec's.
     """
-    kind = type(stated)
+    kind: Any = type(stated)
+    make: Any = make_dataclass
     if is_dataclass(kind):
-        more = [(name, str, field(default="")) for name in words]
-        with_fields: Any = make_dataclass(kind.__name__, more, bases=(kind,))
-        known = {one.name: getattr(stated, one.name) for one in fields(stated)}
+        names = tuple(one.name for one in fields(kind))
     else:
         import msgspec
 
-        names = [(name, str, "") for name in words]
-        with_fields = msgspec.defstruct(kind.__name__, names, bases=(kind,))
-        known = {name: getattr(stated, name) for name in kind.__struct_fields__}
-    found = with_fields(**known, **words)
+        names, make = kind.__struct_fields__, msgspec.defstruct
+    with_fields: Any = make(kind.__name__, [(name, str, "") for name in words], bases=(kind,))
+    found = with_fields(**{name: getattr(stated, name) for name in names}, **words)
     # What other patches have written onto it, for their own parts of the scheduler.
-    vars(found).update({n: v for n, v in vars(stated).items() if n not in known})
+    vars(found).update({n: v for n, v in vars(stated).items() if n not in names})
     return found
 
 

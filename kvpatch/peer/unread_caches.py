@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import unknown_kind
-from kvpatch.peer.remote_states import ONE_SIZE, check_state_sizes, undivided
+from kvpatch.peer.block_shapes import ONE_SIZE, unknown_kind
+from kvpatch.peer.remote_states import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
-from kvpatch.worker.shared_rows import (
-    Holder,
-    Page,
-    Region,
-    SharedRows,
-    regions_of,
-)
+from kvpatch.worker.shared_rows import Holder, Page, SharedRows, regions_of
 from kvpatch.worker.state_division import StateDivision
 
 
@@ -50,39 +43,25 @@ class UnreadCache:
     needs_reader: bool = False
     knows_keys: bool = True
     has_heads: bool = True
-    kinds: Callable[[], Mapping[str, Kind]] = dict
-    misreads_smaller: Callable[[], str] = str
-    rows: Callable[[], SharedRows | None] = lambda: None
-    divisions: Callable[[], Mapping[str, StateDivision]] = dict
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    misreads_smaller: str = ""
+    rows: SharedRows | None = None
+    divisions: Mapping[str, StateDivision] = field(default_factory=dict)
     state_bytes: tuple[int, ...] = ()
     mirror_layout: str | None = None
     shares_tokens: bool = False
 
-
-@dataclass(frozen=True)
-class UncheckedMetadata:
-    """The peer's metadata, as far as a cache needs it that kvpatch does not read into.
-
-    The release checks the rest.
-
-    Attributes:
-        memory_layout: the layout that the peer's kvpatch states; None where it states none.
-    """
-
-    engine_id: str
-    tp_size: int
-    block_tokens: Any
-    layout: Any
-    backend: Any = None
-    regions: tuple[Region, ...] = ()
-    state_bytes: tuple[int, ...] = ()
-    memory_layout: object = None
+    def sizes_on(self, ranks: int) -> set[tuple[int, ...]]:
+        """Returns what our states would take on a rank of so many; nothing where nobody knows."""
+        if ranks == self.tp_size:
+            return {self.state_bytes} if self.state_bytes else set()
+        try:
+            return {division.sizes_bytes(Rank(0, ranks)) for division in self.divisions.values()}
+        except UnplannableCopy:  # no equal shares: the release may refuse them
+            return set()
 
 
-Metadata = AgentMetadata | UncheckedMetadata
-
-
-def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> None:
+def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> None:
     """Refuses a peer that the release would read wrongly."""
     if local.needs_reader:
         raise PeerRefused(
@@ -91,7 +70,8 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             "use KVPATCH_HOST_BUFFER=never",
         )
     refuse_other_rows(facts, local.backend, remote.backend)
-    same_tokens = remote.block_tokens in (None, local.block_tokens)
+    tokens = remote.block_tokens or local.block_tokens
+    same_tokens, same_ranks = tokens == local.block_tokens, remote.tp_size == local.tp_size
     same_layout = remote.layout in (None, local.layout)
     if not local.knows_keys and not (same_tokens and same_layout):
         raise PeerRefused(
@@ -99,38 +79,43 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
         )
-    if local.shares_tokens and remote.tp_size != local.tp_size:
+    if local.shares_tokens and not same_ranks:
         raise PeerRefused(
             f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
             "block, and this vLLM takes heads alone for shared out",
             ONE_SIZE,
         )
     if local.mirror_layout is not None and local.has_heads:
-        _check_mirror(local, remote, same_tokens=same_tokens)
-    if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
+        is_true = local.layout == local.mirror_layout
+        _check_mirror(local, remote, is_read=is_true or (same_tokens and same_ranks))
+    if not (same_tokens and same_layout and same_ranks):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
-        joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
-        for layer, kind in local.kinds().items():
+        joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
+        for layer, kind in local.kinds.items():
             has_tokens = same_tokens or (kind.joins and joins)
-            _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
-    if remote.tp_size != local.tp_size:
-        _check_states(local)
-    check_state_sizes(remote, _sizes_on(local, remote.tp_size))
-    rows = local.rows()
-    if rows is not None:
-        _check_rows(local, remote, rows)
-    elif local.has_heads and remote.tp_size < local.tp_size:
-        _check_rings(local)
-    if local.knows_keys:
-        check_smaller(remote, local.block_tokens, local.misreads_smaller)
+            has_heads = same_ranks or not local.has_heads
+            _check_uncut(layer, kind, has_tokens=has_tokens, has_heads=has_heads)
+    if not same_ranks:
+        _check_states(local.divisions)
+    check_state_sizes(remote, local.sizes_on(remote.tp_size))
+    if local.rows is not None:
+        _check_rows(local, remote, local.rows)
+    elif local.has_heads and remote.tp_size < local.tp_size and RING in local.kinds.values():
+        # D reads the share of a ring that is a rank's of another layer's region (<= 0.33 at least).
+        raise _shared_ring(next(n for n, kind in local.kinds.items() if kind == RING), "fewer")
+    if local.knows_keys and tokens < local.block_tokens and local.misreads_smaller:
+        raise PeerRefused(
+            f"its blocks have {tokens} tokens, ours {local.block_tokens}, this engine's "
+            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
+            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
+            f"{local.misreads_smaller}",
+            "use one --block-size on both sides",
+        )
 
 
-def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) -> None:
+def _check_mirror(local: UnreadCache, remote: AgentMetadata, *, is_read: bool) -> None:
     """Refuses what a mirror does not hold as it states it."""
-    told = remote.memory_layout if isinstance(remote, UncheckedMetadata) else None
-    is_true = local.layout == local.mirror_layout
-    is_like = is_true or (same_tokens and remote.tp_size == local.tp_size)
-    if told not in (None, local.mirror_layout) or not is_like:
+    if remote.stated_layout not in (None, local.mirror_layout) or not is_read:
         raise PeerRefused(
             f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
             f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
@@ -139,27 +124,27 @@ def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) ->
         )
 
 
-def _check_uncut(
-    local: UnreadCache, remote: Metadata, layer: str, kind: Kind, *, same_tokens: bool
-) -> None:
+def _check_uncut(layer: str, kind: Kind, *, has_tokens: bool, has_heads: bool) -> None:
     """Refuses a peer of whose blocks the release would cut what moves whole.
 
     What has no heads is whole on every rank, and the release reads it so, but for some rings.
+
+    Args:
+        has_tokens: True if the release reads all tokens of a block.
+        has_heads: True if it reads all of its heads.
     """
     if not kind.is_known:
         raise unknown_kind(layer, kind)
-    if kind.holds is not Holds.WHOLE:
-        return
     contents = f"blocks of layer {layer} hold {kind.contents}"
-    if not same_tokens:
+    if kind.holds is Holds.WHOLE and not has_tokens:
         raise PeerRefused(f"{contents}, and move whole", "use one block size")
-    if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
+    if kind.holds is Holds.WHOLE and kind.mixes_heads and not has_heads:
         raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
 
 
-def _check_states(local: UnreadCache) -> None:
+def _check_states(divisions: Mapping[str, StateDivision]) -> None:
     """Refuses other ranks on which the release does not find a rank's share of each state."""
-    for layer, division in local.divisions().items():
+    for layer, division in divisions.items():
         if division.reason:
             raise undivided(layer, division)
         if division.has_copies:
@@ -170,23 +155,13 @@ def _check_states(local: UnreadCache) -> None:
             )
 
 
-def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
-    """Returns what our states would take on a rank of so many; nothing where nobody knows."""
-    if ranks == local.tp_size:
-        return {local.state_bytes} if local.state_bytes else set()
-    divisions = local.divisions().values()
-    try:
-        return {division.sizes_bytes(Rank(0, ranks)) for division in divisions}
-    except UnplannableCopy:  # no equal shares: the release may refuse them
-        return set()
-
-
-def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
+def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> None:
     """Refuses a peer of which the release copies a page in part, or over other pages."""
     short = rows.copied_short()
     if short is not None:
         raise _copied_short(*short)
-    ranks, regions = (remote.tp_size, local.tp_size), _regions_of(remote)
+    ranks = remote.tp_size, local.tp_size
+    regions = regions_of(remote.addresses, remote.block_bytes)
     if remote.tp_size == local.tp_size or not local.has_heads:
         if rows.has_other_rows(regions) and not rows.is_cut_by_page():
             raise PeerRefused(
@@ -207,7 +182,7 @@ def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
         )
     ring = rows.misread_ring(ranks)
     if ring is not None:
-        raise _shared_ring(ring.layer, remote.tp_size < local.tp_size)
+        raise _shared_ring(ring.layer, "fewer" if remote.tp_size < local.tp_size else "more")
 
 
 def _copied_short(page: Page, copied: int) -> PeerRefused:
@@ -225,44 +200,9 @@ def _copied_short(page: Page, copied: int) -> PeerRefused:
     )
 
 
-def _check_rings(local: UnreadCache) -> None:
-    """Refuses a P of fewer ranks where rings lie in the region of another layer (<= 0.33 at least).
-
-    D reads the share of a ring that is a rank's of that layer's.
-    """
-    for layer, kind in local.kinds().items():
-        if kind == RING:
-            raise _shared_ring(layer, True)
-
-
-def _shared_ring(layer: str, has_fewer: bool) -> PeerRefused:
-    ranks = "fewer" if has_fewer else "more"
+def _shared_ring(layer: str, ranks: str) -> PeerRefused:
     return PeerRefused(
         f"blocks of layer {layer} hold {RING.contents}, of which this vLLM reads a share where P "
         f"has {ranks} ranks",
         ONE_SIZE,
     )
-
-
-def _regions_of(remote: Metadata) -> tuple[Region, ...]:
-    if isinstance(remote, UncheckedMetadata):
-        return remote.regions
-    return regions_of(remote.addresses, remote.block_bytes)
-
-
-def has_smaller_blocks(remote: Metadata, block_tokens: int) -> bool:
-    theirs = remote.block_tokens
-    return isinstance(theirs, int) and theirs < block_tokens
-
-
-def check_smaller(remote: Metadata, block_tokens: int, misreads_smaller: Callable[[], str]) -> None:
-    """Refuses a peer of smaller blocks of which the release reads no request rightly."""
-    reason = misreads_smaller() if has_smaller_blocks(remote, block_tokens) else ""
-    if reason:
-        raise PeerRefused(
-            f"its blocks have {remote.block_tokens} tokens, ours {block_tokens}, this engine's "
-            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
-            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
-            f"{reason}",
-            "use one --block-size on both sides",
-        )

@@ -2,6 +2,9 @@
 
 P's kvpatch states it, or the handshake does, or the operator declares it, in this order. What is
 still open is taken for ours, and named: such a peer is a like engine, or it is refused.
+
+No release states how keys lie in the blocks of a P with the CPU backend: by column, or in tiles
+(AMX). Where a processor with AMX makes no tiles of such items or blocks, nothing is open.
 """
 
 from __future__ import annotations
@@ -11,14 +14,20 @@ from dataclasses import dataclass, replace
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.cpu_keys import BY_WORD, is_key_order_open, with_key_order
 from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The layout that 0.10.0, which states none, gives every NixlConnector unless told otherwise.
 _UNTOLD_LAYOUT = "HND"
+#: By the words that settings and peers have for them.
+BY_WORD = {"columns": KeyOrder.COLUMN_MAJOR, "tiles": KeyOrder.TILED}
+_WORDS = {order: word for word, order in BY_WORD.items()}
+
+#: Of an element, where a CPU's keys are in tiles on no processor; and where AMX may have them so.
+_UNTILED_BYTES, _TILED_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
@@ -73,33 +82,37 @@ def leaves_open(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry) -> Completed:
     """Fills in what a peer's metadata leaves open."""
+    variables, is_like = list[str](), True
     if ours.misreads_blocks and peer.form is None:
         peer = replace(peer, block_tokens=None)
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
-    stated = peer.stated_blocks
-    if stated is not None:
-        peer = _as_stated(ours, peer, stated)
-    found = _with_layout(
-        ours, _with_cut(ours, _with_tokens(ours, peer, declared), declared), declared
-    )
-    _check_declared(found.peer, declared)
-    found = replace(found, peer=with_key_order(ours, found.peer, declared.keys))
-    if is_key_order_open(ours, found.peer):
-        found = replace(found, variables=(*found.variables, settings.PEER_KEYS))
-    return found
-
-
-def has_open_layout(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if heads and tokens of a peer's blocks may lie in either order for all it says."""
+    if peer.stated_blocks is not None:
+        peer = _as_stated(ours, peer, peer.stated_blocks)
+    if peer.block_tokens is None:  # <= 0.11.0: no block is cut, and items may differ in size
+        peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
+        variables += [settings.PEER_BLOCK_SIZE] * (declared.block_tokens is None)
+    elif peer.kernel_blocks_per_block is None:  # 0.11.1 to 0.20: a backend may cut blocks
+        own, parts = ours.kernel_blocks_per_block, _possible_cuts(ours, peer, declared)
+        if len(parts) != 1:
+            variables.append(settings.PEER_BLOCK_SIZE)
+            is_like = not parts or own in parts
+        if parts:
+            peer = replace(peer, kernel_blocks_per_block=own if own in parts else parts[0])
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    return (
-        peer.layout is None  # 0.10.0
-        and ours.key_order is KeyOrder.ROW_MAJOR
-        and (peer.block_tokens or 2) > 1
-        and heads > 1
-        and ours.has_heads
-    )
+    is_open = peer.layout is None and heads > 1 and (peer.block_tokens or 2) > 1  # 0.10.0
+    if is_open and ours.key_order is KeyOrder.ROW_MAJOR and ours.has_heads:
+        peer = replace(peer, layout=declared.layout)
+        if declared.layout is None:
+            variables.append(settings.PEER_LAYOUT)
+            is_like = is_like and ours.inner_layout == _UNTOLD_LAYOUT
+    _check_declared(peer, declared)
+    peer = _with_key_order(ours, peer, declared.keys)
+    is_by_column = ours.key_order is not KeyOrder.ROW_MAJOR
+    is_cpus = is_by_column and peer.backend in (None, ours.backend)
+    if peer.key_order is None and is_cpus and may_be_tiled(ours, peer):
+        variables.append(settings.PEER_KEYS)
+    return Completed(peer, tuple(variables), is_like)
 
 
 def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -> AgentMetadata:
@@ -125,47 +138,20 @@ def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -
     )
 
 
-def _with_tokens(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry) -> Completed:
-    """Fills in block tokens (``<= 0.11.0``), where no block is cut and items may differ in size."""
-    if peer.block_tokens is not None:
-        return Completed(peer)
-    found = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
-    is_open = declared.block_tokens is None
-    return Completed(found, (settings.PEER_BLOCK_SIZE,) if is_open else ())
-
-
-def _with_layout(ours: LocalGeometry, found: Completed, declared: DeclaredGeometry) -> Completed:
-    if not has_open_layout(ours, found.peer):
-        return found
-    if declared.layout is not None:
-        return replace(found, peer=replace(found.peer, layout=declared.layout))
-    is_like = found.is_like and ours.inner_layout == _UNTOLD_LAYOUT
-    return Completed(found.peer, (*found.variables, settings.PEER_LAYOUT), is_like)
-
-
-def _with_cut(ours: LocalGeometry, found: Completed, declared: DeclaredGeometry) -> Completed:
-    """Completes the kernel blocks in a block, where a backend may cut blocks (0.11.1 to 0.20)."""
-    peer, sizes, wanted = found.peer, ours.kernel_sizes, declared.block_tokens
-    tokens = peer.block_tokens
-    if peer.kernel_blocks_per_block is not None or tokens is None:
-        return found
-    if sizes is None and wanted is not None and wanted % tokens == 0:
-        return replace(found, peer=replace(peer, kernel_blocks_per_block=wanted // tokens))
-    if sizes is None:
-        return replace(found, variables=(settings.PEER_BLOCK_SIZE,))
-    every = sizes.parts(tokens)
+def _possible_cuts(
+    ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry
+) -> tuple[int, ...]:
+    """Returns how many kernel blocks a peer's block may be cut into; none where nobody knows."""
+    tokens, wanted = peer.block_tokens or ours.block_tokens, declared.block_tokens
+    if ours.kernel_sizes is None:
+        return () if wanted is None or wanted % tokens else (wanted // tokens,)
+    every = ours.kernel_sizes.parts(tokens)
     # It counts kernel blocks, so many to a block.
     parts = tuple(n for n in every if peer.blocks % n == 0) or every
-    if wanted is not None:
-        parts = tuple(n for n in parts if n * tokens == wanted)
-    if not parts:
+    found = tuple(n for n in parts if wanted in (None, n * tokens))
+    if not found:
         raise _not_as_declared(declared, f"kernel blocks of {tokens} tokens")
-    own = ours.kernel_blocks_per_block
-    is_like = own in parts
-    peer = replace(peer, kernel_blocks_per_block=own if is_like else parts[0])
-    if len(parts) == 1:
-        return replace(found, peer=peer)
-    return Completed(peer, (settings.PEER_BLOCK_SIZE,), is_like)
+    return found
 
 
 def _check_declared(peer: AgentMetadata, declared: DeclaredGeometry) -> None:
@@ -193,3 +179,89 @@ def _not_as_declared(declared: DeclaredGeometry, found: str) -> PeerRefused:
         f"handshake comes to {found}",
         "set it to the --block-size of P, or unset it",
     )
+
+
+# --- a CPU's keys ---------------------------------------------------------------------
+
+
+def _with_key_order(
+    ours: LocalGeometry, peer: AgentMetadata, declared: KeyOrder | None
+) -> AgentMetadata:
+    """Returns a peer whose block size is known with its key order, where it has the CPU backend.
+
+    The order is left open where nobody states it and our backend is the CPU's as well: the release
+    reads like blocks.
+    """
+    by_form = peer.key_order  # of another backend than ours; else it has ours
+    if (by_form or ours.key_order) is KeyOrder.ROW_MAJOR:
+        return peer
+    if peer.backend not in (None, ours.backend):  # rows, which the release reorders for a CPU
+        return peer
+    if ours.item_bytes not in (_UNTILED_BYTES, _TILED_BYTES):
+        return peer
+    if not may_be_tiled(ours, peer):
+        return replace(peer, key_order=KeyOrder.COLUMN_MAJOR)
+    found = peer.stated_keys or declared
+    if None not in (declared, peer.stated_keys) and declared is not peer.stated_keys:
+        raise PeerRefused(
+            f"{settings.PEER_KEYS} declares {word_of(declared)} and P has keys in "
+            f"{word_of(peer.stated_keys)}",
+            "set it to what P has, or unset it",
+        )
+    if found is None and by_form is not None:
+        raise PeerRefused(
+            "a CPU with AMX has keys and values of bfloat16 in tiles, one without has keys by "
+            "column, and the handshake does not say which P is",
+            "set KVPATCH_PEER_KEYS to what P has (tiles with AMX, columns on other x86 "
+            "processors), set ENABLE_KVPATCH on P, or use --dtype float32",
+        )
+    if found is KeyOrder.TILED and any(width % TILED_CHANNELS for width in _widths(ours)):
+        raise PeerRefused(
+            f"heads of some layers have no multiple of {TILED_CHANNELS} channels, and are in no "
+            "tiles",
+            "use --dtype float32",
+        )
+    return replace(peer, key_order=found)
+
+
+def check_key_order(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Refuses a heterogeneous peer in whose blocks keys lie in an order that is not known."""
+    is_known = peer.key_order is not None or ours.item_bytes == _UNTILED_BYTES
+    if ours.key_order is KeyOrder.ROW_MAJOR or is_known:
+        return
+    if ours.item_bytes != _TILED_BYTES:
+        raise PeerRefused(
+            f"how a CPU lays out keys of {ours.item_bytes} bytes depends on its processor, and the "
+            "handshake does not say so",
+            "use --kv-cache-dtype auto, or one block size on both sides",
+        )
+    raise PeerRefused(
+        "a CPU with AMX tiles keys and values of bfloat16 where the block size allows, and the "
+        "handshake does not say whether P has it",
+        "set KVPATCH_PEER_KEYS to what P has (tiles with AMX, columns on other x86 processors), "
+        "set ENABLE_KVPATCH on P, or use --dtype float32, or one block size on both sides",
+    )
+
+
+def word_of(order: KeyOrder | None) -> str | None:
+    """Returns what peers are told of keys whose order a processor chooses; None for any other."""
+    return _WORDS.get(order) if order else None
+
+
+def order_of(word: object) -> KeyOrder | None:
+    """Returns the order that a peer's word names; None of words that only a newer kvpatch knows."""
+    return BY_WORD.get(word) if isinstance(word, str) else None
+
+
+def may_be_tiled(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if a processor with AMX would have a peer's blocks in tiles."""
+    return (
+        ours.tiles_on_amx
+        and ours.item_bytes == _TILED_BYTES
+        and (peer.block_tokens or TILED_TOKENS) % TILED_TOKENS == 0
+        and any(width % TILED_CHANNELS == 0 for width in _widths(ours))
+    )
+
+
+def _widths(ours: LocalGeometry) -> set[int]:
+    return {plane.counts.channels for layer in ours.layers.values() for plane in layer.planes}

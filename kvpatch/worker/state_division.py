@@ -60,7 +60,8 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
     if getattr(spec, "tp_replicated", False):
         return StateDivision(reason="some are whole on every rank")
     kind = _kind_of(spec)
-    if len(spec.shapes) != 2 or kind not in ("MAMBA1", "MAMBA2", "GDN_ATTN"):
+    is_pair = len(spec.shapes) == 2 and len(spec.shapes[0]) == 2
+    if not is_pair or kind not in ("MAMBA1", "MAMBA2", "GDN_ATTN"):
         return StateDivision(
             reason=f"{len(spec.shapes)} states of {kind} are none that kvpatch can divide"
         )

@@ -16,9 +16,8 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.observe.book import Book
 from kvpatch.peer import peer_hash
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.compared_hash import ComparedHash, NamedPeers
-from kvpatch.peer.decision import Read, Refuse, Stock, decide
-from kvpatch.peer.peer_hash import Explanation, OwnFactors, digest_of
+from kvpatch.peer.decision import Read, Stock, decide
+from kvpatch.peer.peer_hash import ComparedHash, Explanation, NamedPeers, OwnFactors, digest_of
 from kvpatch.worker.cache_kinds import unknown
 
 from .test_decision import _INDEXER as INDEXER
@@ -167,9 +166,9 @@ def test_what_becomes_of_a_peer_that_is_accepted(name: str) -> None:
     if isinstance(expected, type):
         assert isinstance(found, expected), found
         return
-    assert isinstance(found, Refuse), found
+    assert isinstance(found, PeerRefused), found
     assert "cannot be read" in found.reason
-    assert expected in str(found.error)
+    assert expected in str(found)
 
 
 def compared(*, checks: bool = True) -> tuple[ComparedHash, NamedPeers, Book]:

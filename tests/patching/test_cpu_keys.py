@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import SettingsError
+from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.cpu_keys import BY_WORD
-from kvpatch.peer.decision import Read, Refuse, Stock, decide
-from kvpatch.peer.unstated_blocks import DeclaredGeometry, declared_geometry
+from kvpatch.peer.decision import Read, Stock, decide
+from kvpatch.peer.unstated_blocks import (
+    BY_WORD,
+    DeclaredGeometry,
+    declared_geometry,
+)
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.vllm_bugs import may_use_amx
 
@@ -64,9 +67,9 @@ def test_a_peer_is_read_as_what_is_known_of_it(own: KeyOrder, theirs: KeyOrder, 
 def test_nobody_knows(own: KeyOrder) -> None:
     found = decided(own, peer_of_two_bytes())
 
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     for word in ("KVPATCH_PEER_KEYS", "tiles", "columns", "ENABLE_KVPATCH on P", "float32"):
-        assert word in str(found.error)
+        assert word in str(found)
 
 
 @pytest.mark.parametrize("own", [COLUMNS, TILES])

@@ -6,7 +6,7 @@ import pytest
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
-from kvpatch.peer.cross_layer_form import (
+from kvpatch.peer.agent_metadata import (
     CrossLayerForm,
     form_in,
     places_digest,

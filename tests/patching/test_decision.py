@@ -19,8 +19,8 @@ from kvpatch.peer.agent_metadata import (
     StatedBlocks,
     read_agent_metadata,
 )
-from kvpatch.peer.decision import LocalCache, Read, Refuse, Stock, decide
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.decision import LocalCache, Read, Stock, decide
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
 from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
@@ -31,12 +31,12 @@ from kvpatch.worker.release_worker import PACKED
 from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import reading
-from .test_remote_geometry import _metadata, ours_of, regions_of
+from .test_remote_geometry import _metadata, ours_of, regions_of, stating
 
 pytestmark = pytest.mark.patching
 
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
-UNCHECKED = UncheckedMetadata("p", 1, 16, "LBHNC")
+PEER = stating()
 UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")
 
 
@@ -49,7 +49,7 @@ def local(**changes: Any) -> LocalCache:
 
 
 _OF_CACHE = {
-    "staging_bytes", "reads_all", "is_shown", "hides_ends", "has_sure_layout", "declared",
+    "staging_bytes", "reads_all", "hides_ends", "has_sure_layout", "declared",
     "is_plain",
 }  # fmt: skip
 
@@ -141,6 +141,9 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P",
     ),
     "like us, and all is ours": (lambda: local(reads_all=True), peer, Read),
+    "memory of two kinds": (
+        local, lambda: peer(region_mem_types=["DRAM", "VRAM"]), "on one device or on the host",
+    ),
     "a layout of no name": (
         local, lambda: peer(kv_cache_layout="NOPE"), "VLLM_KV_CACHE_LAYOUT",
     ),
@@ -246,9 +249,9 @@ def _says(found: object, expected: Any) -> None:
     if isinstance(expected, type):
         assert isinstance(found, expected), found
         return
-    assert isinstance(found, Refuse), found
+    assert isinstance(found, PeerRefused), found
     assert expected in found.cure
-    assert str(found.error) == f"{found.reason}: {found.cure}"
+    assert str(found) == f"{found.reason}: {found.cure}"
     assert "engine" in found.reason and "cannot be read" in found.reason
 
 
@@ -380,7 +383,7 @@ def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
     found = decide(ours(), theirs(), OLDEST)
 
     _says(found, expected)
-    if not isinstance(found, Refuse):
+    if not isinstance(found, PeerRefused):
         assert found.open_to == variables
 
 
@@ -389,11 +392,12 @@ def test_what_cannot_be_read_as_anything_is_refused() -> None:
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.
-UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, Any]] = {
-    "like us": (UNREAD, UNCHECKED, Stock),
-    "other blocks": (UNREAD, replace(UNCHECKED, block_tokens=64), Stock),
+UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
+    "like us": (UNREAD, PEER, Stock),
+    "other blocks": (UNREAD, replace(PEER, block_tokens=64), Stock),
+    "memory of two kinds": (UNREAD, stating(memory_kinds=("DRAM", "VRAM")), Stock),
     "a host buffer that needs us": (
-        replace(UNREAD, needs_reader=True), UNCHECKED, "KVPATCH_HOST_BUFFER=never",
+        replace(UNREAD, needs_reader=True), PEER, "KVPATCH_HOST_BUFFER=never",
     ),
     "packed keys, other blocks": (
         replace(UNREAD, knows_keys=False), peer(block_tokens=64), "one block size and layout",
@@ -402,46 +406,45 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, An
         replace(UNREAD, knows_keys=False), peer(kv_cache_layout="LBNHC"), "one block size",
     ),
     "packed keys, like us": (replace(UNREAD, knows_keys=False), peer(), Stock),
-    "keys by column": (UNREAD, replace(UNCHECKED, backend="CPU_ATTN"), "KVPATCH_ACCEPT"),
+    "keys by column": (UNREAD, replace(PEER, backend="CPU_ATTN"), "KVPATCH_ACCEPT"),
     "another form of rows": (
-        replace(UNREAD, backend="FLASH_ATTN"), replace(UNCHECKED, backend="TRITON_MLA"),
+        replace(UNREAD, backend="FLASH_ATTN"), replace(PEER, backend="TRITON_MLA"),
         "use one attention backend",
     ),
     "rows, which vLLM reorders for a CPU": (
-        replace(UNREAD, backend="CPU_ATTN"), replace(UNCHECKED, backend="FLASH_ATTN"), Stock,
+        replace(UNREAD, backend="CPU_ATTN"), replace(PEER, backend="FLASH_ATTN"), Stock,
     ),
     "smaller blocks that are misread": (
-        replace(UNREAD, misreads_smaller=lambda: "misreads them"),
-        replace(UNCHECKED, block_tokens=8), "use one --block-size",
+        replace(UNREAD, misreads_smaller="misreads them"),
+        replace(PEER, block_tokens=8), "use one --block-size",
     ),
-    "smaller blocks that are read": (UNREAD, replace(UNCHECKED, block_tokens=8), Stock),
+    "smaller blocks that are read": (UNREAD, replace(PEER, block_tokens=8), Stock),
     "larger blocks where smaller ones are misread": (
-        replace(UNREAD, misreads_smaller=lambda: "misreads them"),
-        replace(UNCHECKED, block_tokens=64), Stock,
+        replace(UNREAD, misreads_smaller="misreads them"),
+        replace(PEER, block_tokens=64), Stock,
     ),
-    "no number of tokens": (UNREAD, replace(UNCHECKED, block_tokens="8"), Stock),
-    "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), UNCHECKED, Stock),
+    "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), PEER, Stock),
     "a mirror of other blocks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, block_tokens=64), "always on both",
+        replace(UNREAD, mirror_layout="NHD"), replace(PEER, block_tokens=64), "always on both",
     ),
     "a mirror of other ranks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, tp_size=8), "always on both",
+        replace(UNREAD, mirror_layout="NHD"), replace(PEER, tp_size=8), "always on both",
     ),
     "a mirror of latents": (
-        replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(UNCHECKED, tp_size=8), Stock,
+        replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(PEER, tp_size=8), Stock,
     ),
     "kvpatch's buffer beside a mirror": (
-        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, memory_layout="HND"),
+        replace(UNREAD, mirror_layout="NHD"), replace(PEER, stated_layout="HND"),
         "always on both",
     ),
     "a mirror that states what it has, of other ranks": (
-        replace(UNREAD, mirror_layout=UNREAD.layout), replace(UNCHECKED, tp_size=8), Stock,
+        replace(UNREAD, mirror_layout=UNREAD.layout), replace(PEER, tp_size=8), Stock,
     ),
     "other ranks, which share out tokens": (
-        replace(UNREAD, shares_tokens=True), replace(UNCHECKED, tp_size=8), "--tensor-parallel",
+        replace(UNREAD, shares_tokens=True), replace(PEER, tp_size=8), "--tensor-parallel",
     ),
     "smaller blocks that join": (
-        replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(UNCHECKED, block_tokens=8), Stock,
+        replace(UNREAD, kinds={"a": _POOLED}), replace(PEER, block_tokens=8), Stock,
     ),
 }  # fmt: skip
 
@@ -456,12 +459,12 @@ def test_what_becomes_of_a_peer_that_we_do_not_read(name: str) -> None:
 @pytest.mark.parametrize(("kinds", "block_tokens"), [((_POOLED, _INDEXER), 8), ((_POOLED,), 64)])
 def test_what_joins_is_cut_by_nobody(kinds: tuple[Kind, ...], block_tokens: int) -> None:
     """Smaller blocks beside what does not join, and larger ones."""
-    ours = replace(UNREAD, kinds=lambda: dict(zip("ab", kinds, strict=False)))
+    ours = replace(UNREAD, kinds=dict(zip("ab", kinds, strict=False)))
 
-    found = decide(ours, replace(UNCHECKED, block_tokens=block_tokens), NEWEST)
+    found = decide(ours, replace(PEER, block_tokens=block_tokens), NEWEST)
 
-    assert isinstance(found, Refuse)
-    assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found.error)
+    assert isinstance(found, PeerRefused)
+    assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found)
 
 
 def test_what_joins_is_the_releases_beside_what_we_read() -> None:
@@ -476,12 +479,12 @@ def test_what_joins_is_the_releases_beside_what_we_read() -> None:
         decide(replace(ours, reads_all=True), theirs, NEWEST),
         decide(ours, peer(block_tokens=8, kv_cache_layout="LBNHC"), NEWEST),
     ):
-        assert isinstance(refused, Refuse), refused
+        assert isinstance(refused, PeerRefused), refused
         assert "move whole" in refused.reason
 
 
 def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:
-    error = Refuse("engine p cannot be read", "use another").error
+    error = PeerRefused("engine p cannot be read", "use another")
 
     assert isinstance(error, PeerRefused)
     assert str(error) == "engine p cannot be read: use another"

@@ -136,7 +136,7 @@ def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
     peer = _completed(ours, metadata)
 
-    message = str(with_both_geometries(ours, peer, PeerRefused("it is not", "use another")).error)
+    message = str(with_both_geometries(ours, peer, PeerRefused("it is not", "use another")))
 
     assert message.isprintable()
     assert len(message) < 5000

@@ -11,9 +11,10 @@ import pytest
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.peer.decision import Decision, LocalCache, Refuse, Stock, decide, is_compatible
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.decision import Decision, LocalCache, Stock, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
@@ -21,7 +22,7 @@ from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import worker_of
-from .test_remote_geometry import _stated, ours_of
+from .test_remote_geometry import _stated, ours_of, stating
 
 pytestmark = pytest.mark.patching
 
@@ -187,8 +188,8 @@ RING = _spec("CircularBufferSpec")
 def _decided(found: ReleaseWorker, ranks: tuple[int, int], **of_cache: bool) -> Decision:
     """Of a P, and of a D whose cache the release alone reads, with so many ranks."""
     kinds = {"a": kind_of(found, "a", has_slots=has_slots(found, "a"))}
-    local = UnreadCache(16, ranks[1], "LBHNC", "", kinds=lambda: kinds, **of_cache)
-    return decide(local, UncheckedMetadata("p", ranks[0], 16, "LBHNC"), FACTS["0.33.0"])
+    local = UnreadCache(16, ranks[1], "LBHNC", "", kinds=kinds, **of_cache)
+    return decide(local, stating(ranks[0]), FACTS["0.33.0"])
 
 
 @pytest.mark.parametrize("knows_keys", [True, False])
@@ -209,8 +210,8 @@ def test_what_the_release_alone_reads_is_not_shared_out(
     assert _decided(found, (1, 1), knows_keys=knows_keys) == Stock()
     decided = _decided(found, ranks, knows_keys=knows_keys)
 
-    assert isinstance(decided, Refuse if is_refused else Stock)
-    if isinstance(decided, Refuse):
+    assert isinstance(decided, PeerRefused if is_refused else Stock)
+    if isinstance(decided, PeerRefused):
         assert decided.cure == "use one --tensor-parallel-size on both sides"
 
 
@@ -230,15 +231,13 @@ def test_states_of_other_types_are_not_left_to_the_release(
 ) -> None:
     """No hash tells them, and it would read as many bytes as ours have."""
     division = StateDivision((SharedState(12, (Part(8),)), SharedState(40, (Part(8),))), reason="")
-    local = UnreadCache(
-        16, 1, "BLHNC", "", divisions=lambda: {"a": division}, state_bytes=(96, 320)
-    )
-    peer = UncheckedMetadata("p", ranks, 16, "BLHNC", state_bytes=stated)
+    local = UnreadCache(16, 1, "BLHNC", "", divisions={"a": division}, state_bytes=(96, 320))
+    peer = stating(ranks, 16, "BLHNC", state_bytes=stated)
 
     decided = decide(local, peer, FACTS["0.33.0"])
 
-    assert isinstance(decided, Refuse if is_refused else Stock)
-    if isinstance(decided, Refuse):
+    assert isinstance(decided, PeerRefused if is_refused else Stock)
+    if isinstance(decided, PeerRefused):
         assert f"its recurrent states take {stated} bytes" in decided.reason
 
 
@@ -254,18 +253,21 @@ def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
 
     decided = decide(local, peer, FACTS["0.33.0"])
 
-    assert isinstance(decided, Refuse) and "a share of their heads" in decided.reason + decided.cure
+    assert (
+        isinstance(decided, PeerRefused)
+        and "a share of their heads" in decided.reason + decided.cure
+    )
     rows = LocalCache(replace(ours, states=states), ())
-    assert decide(rows, peer, FACTS["0.33.0"]) == Stock(peer)
+    assert decide(rows, peer, FACTS["0.33.0"]) == Stock()
 
 
 def test_what_the_release_alone_reads_is_not_cut_either() -> None:
-    like, unlike = UncheckedMetadata("p", 1, 16, "LBHNC"), UncheckedMetadata("p", 1, 64, "LBHNC")
+    like, unlike = stating(), stating(1, 64)
     like_of_two = replace(like, tp_size=2)
 
-    def decided(kind: type, peer: UncheckedMetadata) -> Decision:
+    def decided(kind: type, peer: AgentMetadata) -> Decision:
         kinds = {"a": kind_of(worker(kind), "a")}
-        local = UnreadCache(16, 1, "LBHNC", "", kinds=lambda: kinds)
+        local = UnreadCache(16, 1, "LBHNC", "", kinds=kinds)
         return decide(local, peer, FACTS["0.33.0"])
 
     assert decided(STRANGE, like) == Stock()
@@ -273,5 +275,5 @@ def test_what_the_release_alone_reads_is_not_cut_either() -> None:
     assert decided(INDEXER, like_of_two) == Stock()  # each rank has all of it
     for found, peer in ((STRANGE, unlike), (STRANGE, like_of_two), (INDEXER, unlike)):
         refused = decided(found, peer)
-        assert isinstance(refused, Refuse)
+        assert isinstance(refused, PeerRefused)
         assert re.search("StrangeBackend|an indexer", refused.reason)

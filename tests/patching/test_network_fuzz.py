@@ -25,7 +25,7 @@ from kvpatch.guard.transfer_params import RequestLimits, checked
 from kvpatch.load.stated_prompt import FIELD, read_prompt
 from kvpatch.peer import interpreter, stated_words
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.interpreter import HOST, Interpretation
+from kvpatch.peer.interpreter import Interpretation
 from kvpatch.peer.notifications import Notifications
 from kvpatch.peer.other_releases import Address, question_for, read_statement
 from kvpatch.peer.stated_words import SideChannels, stated_blocks
@@ -33,6 +33,8 @@ from kvpatch.peer.stated_words import SideChannels, stated_blocks
 from .test_unlike_releases import HASHED, fields
 
 pytestmark = pytest.mark.patching
+
+HOST = "127.0.0.1"
 
 _fuzzed = settings(
     derandomize=True,
@@ -98,7 +100,12 @@ _WORDS = st.dictionaries(
 def test_what_p_answers_at_a_handshake(answer: bytes, own: str) -> None:
     told: dict[int, Any] = {}
     interpretation = Interpretation(
-        Address(HOST, 1), tuple(HASHED), FACTS[own], "ours", FLASH_ATTENTION, told.__setitem__
+        Address(HOST, 1),
+        tuple(HASHED),
+        FACTS[own],
+        "ours",
+        FLASH_ATTENTION,
+        told.__setitem__,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "ask", lambda *asked: [answer])

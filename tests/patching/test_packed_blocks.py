@@ -8,7 +8,7 @@ import torch
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.cross_layer_blocks import read_cross_layer_blocks
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.peer.cross_layer_form import packed_digest, places_digest
+from kvpatch.peer.agent_metadata import packed_digest, places_digest
 from kvpatch.worker.registered_caches import tensor_facts
 from kvpatch.worker.release_worker import PACKED
 from kvpatch.worker.vllm_bugs import misread_states

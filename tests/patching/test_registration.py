@@ -73,7 +73,7 @@ def taken(monkeypatch) -> list[str]:
     )
     monkeypatch.setattr("kvpatch.load.reader_attachment.attach_reader", note("attach"))
     monkeypatch.setattr(
-        "kvpatch.peer.compared_hash.compare_by_factor",
+        "kvpatch.peer.peer_hash.compare_by_factor",
         lambda release, *, checks: done.append("accept" if checks else "name"),
     )
 

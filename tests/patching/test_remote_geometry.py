@@ -21,7 +21,7 @@ from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import unstated_blocks as unstated
 from kvpatch.peer.agent_metadata import read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.decision import LocalCache, Read, Refuse, decide, is_compatible
+from kvpatch.peer.decision import LocalCache, Read, decide, is_compatible
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
     check_descriptors,
@@ -117,6 +117,12 @@ def _stated(rank=0, size=1, **changes):
     return read_agent_metadata(_metadata(**changes), NEWEST, rank, size)
 
 
+def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
+    """Returns what `size` ranks state without a backend; `changes` are to what has been read."""
+    peer = _stated(0, size, block_tokens=block_tokens, kv_cache_layout=layout)
+    return replace(peer, **{"backend": None, **changes})
+
+
 def _view(metadata, peer, ours, block_bytes, own_regions=None, most_blocks=1 << 40):
     return homogeneous_metadata(
         metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks
@@ -158,8 +164,8 @@ def test_a_refusal_has_both_geometries_and_what_helps():
     peer = _stated(block_lens=[4096, 4096], block_strides=[4096, 4096])
     refused = decide(LocalCache(ours, planes), peer, NEWEST)
 
-    assert isinstance(refused, Refuse)
-    message = str(refused.error)
+    assert isinstance(refused, PeerRefused)
+    message = str(refused)
     assert "blocks of 64 tokens" in message and "blocks of 16 tokens" in message
     assert "4096" in message and "--kv-cache-dtype" in message
 
@@ -443,10 +449,12 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
 def test_an_unstated_layout_is_open_where_there_are_heads_and_tokens():
     _, ours = ours_of()
     peer = _to_0110(ours, kv_cache_layout=None).peer
-    assert unstated.has_open_layout(ours, peer)
-    assert not unstated.has_open_layout(ours, replace(peer, layout="HND"))
-    assert not unstated.has_open_layout(ours, replace(peer, tp_size=ours.total_heads))
-    assert not unstated.has_open_layout(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+    by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
+
+    assert _completed(ours, peer).variables == ("KVPATCH_PEER_LAYOUT",)
+    assert not _completed(ours, replace(peer, layout="HND")).variables
+    assert not _completed(ours, replace(peer, tp_size=ours.total_heads)).variables
+    assert not _completed(by_column, peer).variables
 
 
 @pytest.mark.parametrize(
@@ -546,5 +554,5 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
     if not refused:
         assert isinstance(found, Read)
         return
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "drafted tokens" in found.reason

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.peer.decision import Refuse, Stock, decide
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.decision import Stock, decide
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.shared_rows import Holder, Page, Region, SharedRows, regions_of
+
+from .test_remote_geometry import stating
 
 _SUMMARY, _HEADS, _RING = 20, 100, 10
 _OVERLAY = "copies a rank's share of one over another"
@@ -36,11 +39,17 @@ def _rows(attention_layers: int, heads: int = 2) -> SharedRows:
 
 def _decided(rows: SharedRows, ranks: tuple[int, int], regions: tuple[Region, ...] = ()) -> str:
     """Why a P of other ranks is refused; empty where it is left to the release."""
-    local = UnreadCache(64, ranks[1], "BLHNC", "", rows=lambda: rows)
-    remote = UncheckedMetadata("p", ranks[0], 64, "BLHNC", regions=regions)
+    local = UnreadCache(64, ranks[1], "BLHNC", "", rows=rows)
+    remote = stating(
+        ranks[0],
+        64,
+        "BLHNC",
+        addresses=tuple(region.offset for region in regions),
+        block_bytes=tuple(region.size_bytes for region in regions),
+    )
     found = decide(local, remote, FACTS["0.33.0"])
-    assert isinstance(found, Refuse | Stock)
-    return found.reason if isinstance(found, Refuse) else ""
+    assert isinstance(found, PeerRefused | Stock)
+    return found.reason if isinstance(found, PeerRefused) else ""
 
 
 @pytest.mark.parametrize(

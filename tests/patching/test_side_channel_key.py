@@ -104,7 +104,7 @@ def test_who_looks_at_keys_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then none gets in, not even who has the key."""
 
     @contextmanager
-    def _nobody(context: Any) -> Iterator[None]:
+    def _nobody(context: Any, secret: bytes) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(side_channel_key, "_same_key_alone", _nobody)

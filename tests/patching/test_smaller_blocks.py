@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.smaller_blocks import Blocks, why_misread
 from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
-from kvpatch.peer.decision import Decision, Refuse, decide
-from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.decision import Decision, decide
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
+
+from .test_remote_geometry import stating
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 
@@ -156,7 +157,7 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
 def test_keys_by_column_are_never_read_as_rows() -> None:
     decided = _decided(_worker(), KeyOrder.COLUMN_MAJOR, 16, "0.20.1")
 
-    assert isinstance(decided, Refuse) and "by column" in decided.reason
+    assert isinstance(decided, PeerRefused) and "by column" in decided.reason
 
 
 def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:
@@ -168,6 +169,6 @@ def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Dec
         key_order=lambda: key_order,
         stated_layout="HND",
     )
-    misread = partial(why_misread, asked)
+    misread = why_misread(asked)
     local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
-    return decide(local, UncheckedMetadata("P", 1, tokens, "HND"), FACTS[release])
+    return decide(local, stating(1, tokens, "HND"), FACTS[release])

@@ -17,10 +17,9 @@ from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
-from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.cross_layer_form import CrossLayerForm
+from kvpatch.peer.agent_metadata import AgentMetadata, CrossLayerForm
 from kvpatch.peer.remote_states import (
-    has_copied_states,
+    is_misread,
     places_of_states,
     states_of_peer,
 )
@@ -303,10 +302,10 @@ class TestAPeerOfOtherRanks:
     def test_what_is_copied_is_never_the_releases(self):
         ours, peer = _ours_divided(), _peer(tp_size=2)
 
-        assert has_copied_states(ours, peer)
-        assert not has_copied_states(ours, replace(peer, tp_size=1))
+        assert is_misread(ours, peer)
+        assert not is_misread(ours, replace(peer, tp_size=1))
         shares = StateDivision((SharedState(12, (Part(4),)), SharedState(5, (Part(4),))), "")
-        assert not has_copied_states(_ours_divided(shares), peer)
+        assert not is_misread(_ours_divided(shares), peer)
 
     @pytest.mark.parametrize(
         ("changes", "words"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +13,18 @@ import msgspec
 import pytest
 import zmq
 
+from kvpatch import patches
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.decision import Refuse, decide
-from kvpatch.peer.interpreter import HOST, Interpretation, interpreting
+from kvpatch.peer.decision import decide
+from kvpatch.peer.interpreter import Interpretation, InterpretedSocket
 from kvpatch.peer.other_releases import (
     NULLABLE,
     Address,
     PeerReleases,
     Statement,
-    ask,
     question_for,
     question_of,
     read_statement,
@@ -44,6 +44,7 @@ pytestmark = pytest.mark.patching
 HASHED = [name for name in RELEASES if FACTS[name].encodes_metadata]
 NEWEST = FACTS["0.33.0"]
 _GET = b"get_meta_msg"
+HOST = "127.0.0.1"
 
 
 def answer(release: str, **more: Any) -> dict[str, Any]:
@@ -207,8 +208,11 @@ def asked_by(
         FLASH_ATTENTION,
         ({} if told is None else told).__setitem__,
     )
-    with interpreting(interpretation) as port:
-        return ask(Address(HOST, port), question_for(FACTS[own].question, 0))
+    socket = InterpretedSocket(interpretation)
+    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.send(question_for(FACTS[own].question, 0))
+    assert socket.recv() == socket.recv_multipart()[0]
+    return socket.recv_multipart()
 
 
 @pytest.mark.parametrize("own", ["0.13.0", "0.17.1", "0.20.2", "0.25.1", "0.26.0", "0.33.0"])
@@ -264,22 +268,6 @@ def test_what_no_release_states_is_refused(metadata: bytes, message: str) -> Non
         asked_by("0.33.0", listener)
 
 
-def test_what_somebody_else_asks_here_does_not_end_a_handshake() -> None:
-    with listening("0.25.1", msgspec.msgpack.encode(fields("0.25.1"))) as listener:
-        interpretation = Interpretation(
-            Address(HOST, listener.port),
-            ("0.25.1",),
-            NEWEST,
-            "ours",
-            FLASH_ATTENTION,
-            lambda rank, statement: None,
-        )
-        with interpreting(interpretation) as port:
-            for message in (b"\xc1", b"", msgspec.msgpack.encode(7), question_for("rank", 0)):
-                assert ask(Address(HOST, port), message) == [b""]
-            assert ask(Address(HOST, port), question_for("stage and rank", 0))[0]
-
-
 # -- what is read, and what is not ------------------------------------------------------------
 
 
@@ -301,14 +289,14 @@ def decided(statement: Statement, **changes: Any) -> Any:
 def test_what_cannot_be_told_is_refused(changes: Mapping[str, Any], message: str) -> None:
     found = decided(stated("0.25.1", **changes))
 
-    assert isinstance(found, Refuse), found
+    assert isinstance(found, PeerRefused), found
     assert message in found.reason
 
 
 def test_a_backend_that_nobody_states_is_refused() -> None:
     found = decided(stated("0.19.1"))
 
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "not stated" in found.reason
 
 
@@ -318,7 +306,7 @@ def test_windows_states_and_other_ranks_are_refused() -> None:
     assert "full attention" in decided(statement, groups=(frozenset("a"), frozenset("b"))).reason
     two = read_statement(statement, NEWEST, 0, 2)
     found = decide(local(backend=FLASH_ATTENTION), two, NEWEST)
-    assert isinstance(found, Refuse)
+    assert isinstance(found, PeerRefused)
     assert "tensor-parallel ranks" in found.reason
 
 
@@ -359,6 +347,15 @@ def test_a_p_that_comes_back_as_one_of_ours_is_one_of_ours() -> None:
     assert to_engine(worker, "p", b"a:8") == b"a:8"
 
 
+def test_what_stands_for_the_socket_is_outside_the_side_channels_key() -> None:
+    """The key's wrapper makes a socket of its own, whatever it wraps."""
+    assert patches.SLUGS.index("side_channel_key") < patches.SLUGS.index("unlike_releases")
+
+
+#: What the release's own handshake asked last.
+sockets: list[Any] = []
+
+
 class TestWhereNoOtherReleaseIsAccepted:
     """The release's own handshake, by the fields of P's answer."""
 
@@ -375,9 +372,12 @@ class TestWhereNoOtherReleaseIsAccepted:
         told.learn({**params, "do_remote_prefill": True, "remote_engine_id": "p"})
         state.of(PeerReleases).take(told.of(["p"]))
         called: list[Any] = []
+        sockets.clear()
 
         def own(*args: Any, **named: Any) -> None:
             called.append((args, named))
+            with unlike_releases._zmq_ctx(lambda *_: nullcontext("zmq's own"), None, 3, "") as one:
+                sockets.append(one)
 
         named = {"expected_engine_id": "p", "remote_tp_size": 2, "more": 3}
         unlike_releases._nixl_handshake(own, worker, "host", 1, **named)
@@ -409,16 +409,16 @@ class TestWhereNoOtherReleaseIsAccepted:
         """Asked as the release asks, which the interpreter does too."""
         asked: list[Interpretation] = []
 
-        @contextmanager
-        def interpreter(interpretation: Interpretation) -> Iterator[int]:
+        def stands_in(interpretation: Interpretation) -> str:
             asked.append(interpretation)
-            yield 1
+            return "stands in"
 
-        monkeypatch.setattr("kvpatch.peer.interpreter.interpreting", interpreter)
+        monkeypatch.setattr("kvpatch.peer.interpreter.InterpretedSocket", stands_in)
         params = {**EVERY, **answer(release)}
-        ((called, _),) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
+        (found,) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
 
-        assert called == ((HOST if asked else "host"), 1, 2, "p")
+        assert found[0] == ("host", 1, 2, "p")
+        assert sockets == ["stands in" if asked else "zmq's own"]
         assert all(question_of(one.releases) == FACTS[release].question for one in asked)
 
     @pytest.mark.parametrize("release", RELEASES)

@@ -72,7 +72,7 @@ def _rank(planes: Sequence[Plane], ours: Sequence[Plane], agent: str) -> RemoteR
         stride_bytes=(first.strides_bytes.block,) * len(layers),
         backend="FLASH_ATTN",
         device_id=0,
-        memory_kind="DRAM",
+        memory_kinds=("DRAM",),
     )
     regions = tuple(map(tuple, layers.values()))
     return RemoteRank(metadata, regions, overlaps_of(regions, ours), agent)

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions
+from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
-from kvpatch.peer.cpu_keys import BY_WORD, word_of
-from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
+from kvpatch.peer.decision import Decision, LocalCache, Read, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
-from kvpatch.peer.unstated_blocks import DeclaredGeometry
+from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
 from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
@@ -133,7 +132,7 @@ def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Ver
     declared = _declared(d)
     found = _decisions(pair, declared, p.key_order if states_keys else None)
     for one in found:
-        if isinstance(one, Refuse):  # without the number of blocks, which no argument says
+        if isinstance(one, PeerRefused):  # without the number of blocks, which no argument says
             reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
             return Verdict(Outcome.REFUSED, reason, one.cure)
     if word_of(p.key_order) and declared.keys is not None and declared.keys is not p.key_order:
