@@ -80,7 +80,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         reader.ours,
         reader.planes,
         staging_bytes=staging_bytes,
-        reads_all=reader.reads_all,
+        reads_all=reader.is_for_all or reader.ours.misreads_blocks,
         is_shown=reader.is_for_all,
         hides_ends=hides_ends_of_lists(
             release.worker.vllm_config,
@@ -308,9 +308,9 @@ class Handshake:
         return agent
 
     def _add_like(self, peer: AgentMetadata, reader: Reader) -> Any:
-        if reader.has_state:
+        if reader.destination.states:
             book_own_cut(self.worker, self.facts, reader.ours, peer)
-        reader.admit_like(peer.engine_id)
+        reader.peers.pop(peer.engine_id, None)
         return self.as_release()
 
     def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:

@@ -7,51 +7,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from kvpatch.core.errors import UnexpectedRead
 from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 
-def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
-    """Returns the peer's ranks that a handle of prepared descriptors stands for."""
-    found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
-    if not found:
-        raise UnexpectedRead(
-            f"a transfer was prepared with none of the ranks of engine {engine_id}"
-        )
-    return found
-
-
-def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
-    """Returns the agents of all ranks that are told what one is told (<= 0.13, of more ranks)."""
-    reader = worker_state(worker).held(Reader)
-    if reader is not None and reader.ours.facts.meets_one_rank:
-        for peer in tuple(reader.peers.values()):  # handshakes add to it
-            names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
-            if agent in names:
-                return names
-    return (agent,)
-
-
-def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
-    """Returns the engine of another geometry whose descriptors a handle stands for."""
-    reader = worker_state(worker).held(Reader)
-    for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
-        if any(found == handle for _, found in handles_of(worker, engine_id)):
-            return engine_id
-    return None
-
-
-def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
-    """Returns the rank of a peer like us behind a handle, and its name to NIXL, if known."""
-    found = booked_ranks(worker, engine_id, handle)
-    return found[0] if len(found) == 1 else None
-
-
 def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
-    """Returns the ranks behind a handle that the release has booked, and their names to NIXL."""
+    """Returns the ranks behind a handle that the release has booked, and their names to NIXL.
+
+    Of a peer of more ranks <= 0.13, which has one handle, that is all that were met.
+    """
     names = {
         place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
         for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
@@ -62,19 +27,6 @@ def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, st
     else:  # <= 0.13 it shakes hands with one
         ranks = list(names) if handles == handle else []
     return [(rank, names[rank]) for rank in ranks if rank in names]
-
-
-def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
-    """Returns the rank and the handle of each of a peer's prepared descriptors."""
-    handles = worker.dst_xfer_side_handles.get(engine_id)
-    if handles is None:
-        return []
-    if isinstance(handles, Mapping):  # from 0.14
-        return [(int(rank), handle) for rank, handle in list(handles.items())]
-    # One for the only rank that the release knows of; we may know of more.
-    reader = worker_state(worker).held(Reader)
-    peer = reader.peer(engine_id) if reader else None
-    return [(rank, handles) for rank in list(peer.ranks)] if peer else []
 
 
 class _NoHandles:
