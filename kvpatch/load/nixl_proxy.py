@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
 from kvpatch.core.proxies import AgentProxy, ObjectProxy
 from kvpatch.load.reader import Reader, RequestContext
-from kvpatch.load.transfer_handles import booked_ranks
 from kvpatch.peer.other_releases import to_agent, to_engine
 from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import HEARTBEAT
 from kvpatch.transfer.nixl import mask_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.worker.state import worker_state
+
+
+def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
+    """Returns the ranks behind a handle that the release has booked, and their names to NIXL.
+
+    Of a peer of more ranks <= 0.13, which has one handle, that is all that were met.
+    """
+    names = {
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
+        for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
+    }
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if isinstance(handles, Mapping):
+        ranks = [int(rank) for rank, one in list(handles.items()) if one == handle]
+    else:  # <= 0.13 it shakes hands with one
+        ranks = list(names) if handles == handle else []
+    return [(rank, names[rank]) for rank in ranks if rank in names]
 
 
 class RefusingAgent(ObjectProxy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -126,6 +126,9 @@ def _choose(
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )
+    names_any = any(read_request.groups(meta.local_block_ids))
+    if not (is_known and names_any) or _pairs_otherwise(worker, engine_id, facts):
+        return
     if request is not None:
         leave_common_blocks(worker, engine_id, request, meta, facts)
     if reader is not None:
@@ -142,16 +145,16 @@ def leave_common_blocks(
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     release = ReleaseWorker(worker, facts)
     groups, contexts = release.groups(()), release.context_sizes
-    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
     drafts = facts.reserves_drafted_blocks and reserves_slots(worker.vllm_config)
     if drafts and not facts.counts_prefix_hits:  # 0.10.0
         return  # both lists may go on behind the prompt, and D's does not tell
     if not any(request.local_blocks) or max(contexts, default=1) > 1 or len(remote) != len(groups):
         return
-    if not is_met or _pairs_otherwise(worker, engine_id, facts):
-        return
     parts = worker._physical_blocks_per_logical_kv_block if facts.expands_remote_blocks else 1
-    sizes = [_block_tokens(worker, number, facts) for number in range(len(groups))]
+    sizes = [int(worker.vllm_config.cache_config.block_size)]
+    if facts.has_cache_groups:  # as the scheduler counts blocks
+        plan = worker.kv_cache_config
+        sizes = [tokens_of_group(plan, facts, number) for number in range(len(groups))]
     #: By block size, the blocks of full attention behind these tokens: a window has as many.
     behind = dict.fromkeys(sizes, 0)
     for number, (group, block_tokens) in enumerate(zip(groups, sizes, strict=True)):
@@ -178,13 +181,6 @@ def leave_common_blocks(
         read_request.replace_remote_blocks(entry, kept, facts)
 
 
-def _block_tokens(worker: Any, number: int, facts: ReleaseFacts) -> int:
-    """Returns the tokens of a block of one cache group, as the scheduler counts blocks."""
-    if not facts.has_cache_groups:
-        return int(worker.vllm_config.cache_config.block_size)
-    return tokens_of_group(worker.kv_cache_config, facts, number)
-
-
 def refuse_misnamed(
     worker: Any, reader: Reader, engine_id: str, entry: Any, facts: ReleaseFacts
 ) -> None:
@@ -193,9 +189,8 @@ def refuse_misnamed(
     The release reads the first from another layer's blocks, and asserts the second.
     """
     local = read_request.groups(read_request.local_blocks(entry, facts))
-    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
-    blocks = worker.dst_num_blocks.get(engine_id) if is_met else None
-    if blocks is None or not any(local) or _pairs_otherwise(worker, engine_id, facts):
+    blocks = worker.dst_num_blocks.get(engine_id)
+    if blocks is None:
         return
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     if len(remote) != len(local):
@@ -206,7 +201,8 @@ def refuse_misnamed(
         )
     if reader.destination.states:  # pages of states are counted otherwise: the release's to judge
         return
-    blocks = max((blocks, *_of_regions(worker, engine_id, facts)))
+    if "region_num_blocks" in facts.agent_metadata:  # regions with numbers of their own, from 0.30
+        blocks = max((blocks, *(worker.dst_region_num_blocks.get(engine_id) or ())))
     parts = 1 if facts.expands_remote_blocks else reader.ours.kernel_blocks_per_block
     for theirs, ours in zip(remote, local, strict=True):
         last = max(theirs, default=0)
@@ -222,13 +218,6 @@ def refuse_misnamed(
                 f"fills {len(ours)} here",
                 "send both engines the same prompt",
             )
-
-
-def _of_regions(worker: Any, engine_id: str, facts: ReleaseFacts) -> Sequence[int]:
-    """Returns the blocks of the peer's regions, where they have their own numbers (from 0.30)."""
-    if "region_num_blocks" not in facts.agent_metadata:
-        return ()
-    return worker.dst_region_num_blocks.get(engine_id) or ()
 
 
 def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:

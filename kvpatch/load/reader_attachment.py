@@ -11,9 +11,9 @@ from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.core.proxies import AgentProxy
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.divided_blocks import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Destination, Reader
-from kvpatch.load.transfer_handles import watch_divided_blocks
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (

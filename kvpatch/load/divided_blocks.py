@@ -1,32 +1,14 @@
-"""The handles of descriptors that the release has prepared: whose blocks they stand for."""
+"""The release's handles of its own blocks in parts, of which reads by kvpatch need none."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.state import worker_state
-
-
-def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
-    """Returns the ranks behind a handle that the release has booked, and their names to NIXL.
-
-    Of a peer of more ranks <= 0.13, which has one handle, that is all that were met.
-    """
-    names = {
-        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
-        for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
-    }
-    handles = worker.dst_xfer_side_handles.get(engine_id)
-    if isinstance(handles, Mapping):
-        ranks = [int(rank) for rank, one in list(handles.items()) if one == handle]
-    else:  # <= 0.13 it shakes hands with one
-        ranks = list(names) if handles == handle else []
-    return [(rank, names[rank]) for rank in ranks if rank in names]
 
 
 class _NoHandles:
