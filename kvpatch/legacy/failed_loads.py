@@ -16,6 +16,7 @@ from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.other_releases import Address, ask, question_for
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
@@ -222,8 +223,9 @@ class FailedRequests(set[str]):
             worker._recving_metadata.pop(request_id, None)
 
 
-def watch_failed_loads(worker: Any) -> None:
+def watch_failed_loads(release: ReleaseWorker) -> None:
     """Makes a worker keep failed requests that the release reports too early, or wrongly."""
+    worker = release.worker
     own = worker._failed_recv_reqs
     if not isinstance(own, FailedRequests):
         is_booked = isinstance(own, set) and has_several_groups(worker)

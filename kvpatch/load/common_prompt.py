@@ -82,8 +82,7 @@ class PromptLoads:
         taker = self._taker(request, request.kv_transfer_params)
         if taker is request:
             return False
-        is_loading = taker is not None and _is_loading(taker)
-        leave_unread(scheduler, request, state.facts, is_loading=is_loading)
+        is_loading = _leave(scheduler, request, taker)
         state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
         has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
         if is_loading and has_cache and state.facts.can_answer_later:
@@ -119,9 +118,7 @@ class PromptLoads:
         """
         taker = self._taker(request, request.kv_transfer_params)
         if taker is not request:
-            facts = scheduler_state(scheduler).facts
-            is_loading = taker is not None and _is_loading(taker)
-            leave_unread(scheduler, request, facts, is_loading=is_loading)
+            _leave(scheduler, request, taker)
 
     def forget_failed(self, request: Any) -> None:
         """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
@@ -147,6 +144,17 @@ def _is_loading(request: Any) -> bool:
     """True until a request's load is over; it may not have got its blocks yet."""
     is_queued = request.kv_transfer_params.get("do_remote_prefill") and not request.is_finished()
     return bool(is_queued) or request.status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+def _leave(scheduler: Any, request: Any, taker: Any) -> bool:
+    """Leaves a request unread, of whose answer another one has been the taker.
+
+    Returns:
+        True if that one is still loading.
+    """
+    is_loading = taker is not None and _is_loading(taker)
+    leave_unread(scheduler, request, scheduler_state(scheduler).facts, is_loading=is_loading)
+    return is_loading
 
 
 def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:

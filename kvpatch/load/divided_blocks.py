@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,15 +11,8 @@ from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.state import worker_state
 
-
-class _NoHandles:
-    """Stands for any list of handles; a transfer with one of these fails."""
-
-    def __getitem__(self, rank: int) -> None:
-        return None
-
-
-_NO_HANDLES = _NoHandles()
+#: Stands for any list of handles; a transfer with one of these fails.
+_NO_HANDLES: defaultdict[int, None] = defaultdict(lambda: None)
 
 
 class DividedBlockHandles(dict[Any, Any]):
@@ -36,7 +30,7 @@ class DividedBlockHandles(dict[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return getattr(self._this_thread, "makes_none", False) or super().__contains__(key)
 
-    def __missing__(self, key: object) -> _NoHandles:
+    def __missing__(self, key: object) -> defaultdict[int, None]:
         return _NO_HANDLES
 
     def making_none(self) -> AbstractContextManager[None]:
