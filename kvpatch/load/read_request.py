@@ -216,12 +216,6 @@ def read_request_of(entry: Any) -> ReadRequest | None:
     return found if isinstance(found, ReadRequest) else None
 
 
-def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
-    """Returns the id of each request that the metadata asks a worker for, and what it reads."""
-    found = ((name, read_request_of(entry)) for name, entry in metadata.reqs_to_recv.items())
-    return [(name, order) for name, order in found if order is not None]
-
-
 def _address(entry: Any, facts: ReleaseFacts) -> tuple[Any, str]:
     """Returns where an entry has what it says of its peer, and what the names there begin with."""
     return (entry.remote, "") if facts.names_remote_request else (entry, "remote_")

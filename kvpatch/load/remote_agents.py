@@ -17,8 +17,8 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.divided_blocks import blocks_undivided
 from kvpatch.load.reader import Reader
+from kvpatch.load.reader_attachment import blocks_undivided
 from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.peer.agent_metadata import (
