@@ -20,7 +20,7 @@ from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
-from kvpatch.load.smaller_blocks import Blocks, smaller_blocks
+from kvpatch.load.smaller_blocks import Blocks, shares_tokens, smaller_blocks
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
@@ -226,6 +226,4 @@ def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
         theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
         if theirs and ours and list(theirs) != list(ours):
             return True
-    if not facts.states_context_parallelism:
-        return False
-    return bool(worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size > 1)
+    return shares_tokens(worker, engine_id, facts)
