@@ -36,10 +36,15 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     context = RequestContext(request_id, engine_id, request)
     smaller = smaller_blocks(worker, engine_id, facts)
     with ExitStack() as inside:
-        if reader is not None:
-            if request is not None:
-                _add_checks(worker, meta, reader, context, has_smaller=smaller is not None)
+        if reader is not None and request is not None:
+            if request.is_read_back:  # else P states null, and typed proxies 0.0
+                context.expires = read_request.stated_end(worker, engine_id, meta, facts)
+            if reader.check_makers:
+                context.is_as_read = smaller is None and not _is_remade(worker, engine_id)
+                for check_load in reader.check_makers:
+                    check_load(context, request)
                 inside.callback(_end_preparing, worker, context, request)
+        if reader is not None:
             inside.enter_context(replaced(reader, context=context))
         try:
             if context.refusal is None:
@@ -61,26 +66,14 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         yield
 
 
-def _add_checks(
-    worker: Any, meta: Any, reader: Reader, context: RequestContext, *, has_smaller: bool
-) -> None:
-    """Adds to a load what checks its reads.
+def _is_remade(worker: Any, engine_id: str) -> bool:
+    """True if the release makes its own of a peer's blocks behind the reads, as of smaller ones.
 
-    What is read does not stay as it is placed where the release makes its own of a peer's blocks,
-    as of smaller ones. It permutes those of all peers once it was told to (from 0.11.1), and
-    reorders those of another backend for a CPU's (from 0.20).
+    It permutes those of all peers once it was told to (from 0.11.1), and reorders those of another
+    backend for a CPU's (from 0.20).
     """
-    state, request = worker_state(worker), context.request
-    if request is None:
-        return
-    if request.is_read_back:  # else P states null, and typed proxies 0.0
-        context.expires = read_request.stated_end(worker, context.engine_id, meta, state.facts)
-    if reader.check_makers:
-        permutes = bool(getattr(worker, "enable_permute_local_kv", False))
-        is_reordered = context.engine_id in state.of(ReorderedLoads).peers
-        context.is_as_read = not (has_smaller or permutes or is_reordered)
-        for check_load in reader.check_makers:
-            check_load(context, request)
+    permutes = bool(getattr(worker, "enable_permute_local_kv", False))
+    return permutes or engine_id in worker_state(worker).of(ReorderedLoads).peers
 
 
 def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -> None:
