@@ -84,6 +84,12 @@ class _Lost(NamedTuple):
 
     space: Space
     is_over: Callable[[], bool]
+    #: The peer whose transfer failed; None of one that was given up, which its peer holds still.
+    failed_peer: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.space.end - self.space.start
 
 
 class Turn:
@@ -131,8 +137,8 @@ class StagingPool:
     """Space for chunks of reads; made of memory when the first one asks.
 
     Reads of one peer get space in the order in which they asked. A peer never holds more
-    than it leaves free, so that one that hangs leaves room for the others; whoever asked
-    first goes first, unless it waits for its own peer. Nobody waits while holding what
+    than it leaves free, so that one that hangs or dies leaves room for the others; whoever
+    asked first goes first, unless it waits for its own peer. Nobody waits while holding what
     another one waits for: a chunk needs one space, and gives it back when it is done.
 
     Args:
@@ -191,7 +197,7 @@ class StagingPool:
     @property
     def lost_bytes(self) -> int:
         """Returns the bytes that no read can use because a transfer may still write to them."""
-        return sum(one.space.end - one.space.start for one in self._lost)
+        return sum(one.size_bytes for one in self._lost)
 
     def tell(self, book: Book, rank: str) -> None:
         book.show(POOL_BYTES, self.size_bytes, rank)
@@ -276,7 +282,15 @@ class StagingPool:
         return True
 
     def _is_within_share(self, peer: str, size_bytes: int) -> bool:
-        held = self._held.get(peer, 0)
+        """True if a peer leaves as much free as it holds, what its failed transfers hold included.
+
+        Raises:
+            PoolExhausted: its failed transfers alone hold too much.
+        """
+        failed = sum(one.size_bytes for one in self._lost if one.failed_peer == peer)
+        if failed and self.size_bytes < 2 * (failed + size_bytes):
+            raise self._exhausted(size_bytes)
+        held = self._held.get(peer, 0) + failed
         left = self.size_bytes - self.taken_bytes - size_bytes
         return not held or left >= held + size_bytes
 
@@ -324,14 +338,16 @@ class StagingPool:
             self.recover()
             if len(self._lost) < before:
                 return
-        lost = self.lost_bytes
-        if lost and self.taken_bytes <= lost:
-            raise PoolExhausted(
-                f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
-                f"{self.size_bytes} bytes, and a chunk needs {size_bytes}",
-                "wait until the failed ones are surely over (two minutes), restart this engine, or "
-                "give it a larger KVPATCH_STAGING_BYTES",
-            )
+        if self._lost and self.taken_bytes <= self.lost_bytes:
+            raise self._exhausted(size_bytes)
+
+    def _exhausted(self, size_bytes: int) -> PoolExhausted:
+        return PoolExhausted(
+            f"transfers that failed or whose peers are gone hold {self.lost_bytes} of the staging "
+            f"pool's {self.size_bytes} bytes, and a chunk needs {size_bytes}",
+            "wait until the failed ones are surely over (two minutes), restart this engine, or "
+            "give it a larger KVPATCH_STAGING_BYTES",
+        )
 
     def leave(self, reader: object) -> None:
         """Takes a reader out of the queue: it needs no more space."""
@@ -364,9 +380,10 @@ class StagingPool:
         self._lost.append(_Lost(space, is_over))
 
     def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
-        """Does :meth:`lose` for a failed transfer: its peer's other reads need not wait for it."""
+        """Does :meth:`lose` for a failed transfer: its peer's other reads do not wait for it."""
+        peer = self._owner.get(space)
         self._disown(space)
-        self.lose(space, is_over)
+        self._lost.append(_Lost(space, is_over, peer))
 
     def memory(self, space: Space) -> torch.Tensor:
         """The bytes of a space that was taken."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 import wrapt
 
-from kvpatch.load.chosen_ways import Progress
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.agent_gate import ProgressAgent
 from kvpatch.transfer.caches import Caches
@@ -314,9 +313,9 @@ def test_a_workers_reads_are_copied_there(world, engine, is_beside, monkeypatch)
         engine.thread.copying = None
     theirs = named_layout("LBNHC").planes(SIZES, world.source.data_ptr(), DRAM)
     ours = named_layout("LBHNC").planes(LOCAL_SIZES, world.target.data_ptr(), DRAM)
-    progress = Progress(engine.thread, ProgressAgent(world.decode, engine.gate))
+    nixl = ProgressAgent(world.decode, engine.gate)
     prepare = preparing(
-        theirs, ours, world.target, engine.pool, progress, "staged", world.ends.agent
+        theirs, ours, world.target, engine.pool, nixl, engine.thread, world.ends.agent
     )
     read = prepare(block_ids(7, 8).tolist(), block_ids(10, 12).tolist(), TOKENS)
     read.start()

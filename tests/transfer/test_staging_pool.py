@@ -168,6 +168,23 @@ def test_lost_space_comes_back_when_its_transfer_is_over(pool):
     assert pool.taken_bytes == 50
 
 
+def test_a_peer_whose_transfers_fail_leaves_half_to_others(pool):
+    """Its ranks fail one after the other, and each of their reads posts once more."""
+    over, taken = [], 0
+    with pytest.raises(PoolExhausted, match="two minutes"):
+        for _ in range(10):
+            reader = Reader()
+            pool.quarantine(pool.take(reader, "dead", 20), lambda: bool(over))
+            pool.leave(reader)
+            taken += 20
+    pool.leave(reader)
+    assert taken == 40, "one more would be over half"
+    assert pool.take(Reader(), "alive", 50) is not None
+
+    over.append(True)
+    assert pool.take(Reader(), "dead", 20) is not None
+
+
 def test_a_reader_waits_where_others_will_give_back(pool):
     first, second, third = Reader(), Reader(), Reader()
     pool.lose(pool.take(first, "gone", 40), lambda: False)
