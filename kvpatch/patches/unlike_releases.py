@@ -119,11 +119,11 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    before = _ASKED.set(InterpretedSocket(interpretation))
+    _ASKED.set(InterpretedSocket(interpretation))
     try:
         return wrapped(host, port, *whose, *more, **named)
     finally:
-        _ASKED.reset(before)
+        _ASKED.set(None)
 
 
 #: What the release's handshake of this thread asks in place of a socket.
@@ -171,7 +171,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(write_step, _write),
         seams.nixl_handshake(facts): _nixl_handshake,
-        **dict.fromkeys(seams.side_channel_sockets(facts), _zmq_ctx),
+        seams.side_channel_sockets(facts)[0]: _zmq_ctx,  # the worker's
     }
     if facts.listens_in_scheduler:
         found[seams.bind_connector_metadata(facts)] = Step(read_step, _read)

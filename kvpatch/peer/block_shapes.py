@@ -65,12 +65,13 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 
 def shape_at_peer(
-    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
+    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int | None
 ) -> BlockShape:
     """Returns the heads and tokens of a layer in a peer's block of so many bytes.
 
     Args:
         members: our planes of what is in that block.
+        size_bytes: None where blocks of all layers have the tokens that the peer states.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
@@ -88,6 +89,8 @@ def shape_at_peer(
             ONE_SIZE,
         )
     heads = first.counts.heads
+    if size_bytes is None:
+        return BlockShape(first.first_head, heads, tokens)
     token_bytes = heads * row_bytes(members)
     tokens, rest = divmod(size_bytes, token_bytes)
     if rest or not tokens:
@@ -137,15 +140,6 @@ def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
         f"its regions lie in memory of the kinds {', '.join(sorted(kinds))}",
         "keep its whole KV cache on one device or on the host",
     )
-
-
-def page_bytes_at(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
-    """Returns the bytes of a layer's block at a peer whose blocks all have so many tokens."""
-    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    # One number of ranks is asked for; and a slot holds all heads of a rank.
-    if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:
-        heads = layer.planes[0].counts.heads
-    return row_bytes(layer.planes) * (heads if layer.has_heads else 1) * tokens
 
 
 def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:

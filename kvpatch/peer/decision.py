@@ -106,7 +106,7 @@ def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: Releas
 def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
     ours = local.geometry
     try:
-        peer_memory(ours, peer)
+        peer_memory(ours, peer)  # no read goes to memory of two kinds
         if peer.releases:
             is_plain = local.is_plain and not local.reads_all
             peer = of_other_release(ours, peer, is_plain=is_plain)

@@ -21,7 +21,7 @@ from kvpatch.geometry.layout_strides import (
     row_bytes,
 )
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import BlockShape, Piece, page_bytes_at, shape_at_peer, tokens_of
+from kvpatch.peer.block_shapes import BlockShape, Piece, shape_at_peer, tokens_of
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import differ_in_page_bytes
 
@@ -46,9 +46,7 @@ def by_layout(
     by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
     whole = {}
     for name, layer in ours.layers.items():
-        size_bytes = peer.block_bytes[0]
-        if has_layers_inside:
-            size_bytes = page_bytes_at(ours, peer, layer, peer.block_tokens or ours.block_tokens)
+        size_bytes = None if has_layers_inside else peer.block_bytes[0]
         shape = shape_at_peer(ours, peer, layer.planes, size_bytes)
         whole[name] = Piece(layer.planes, 0, BY_COLUMN if by_column else axes, shape)
     block_bytes, names = peer.block_bytes, names_by_attention(ours, peer)

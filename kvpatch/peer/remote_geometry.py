@@ -37,7 +37,6 @@ from kvpatch.peer.block_shapes import (
     check_planes,
     check_tokens,
     heads_of,
-    page_bytes_at,
     peer_memory,
     shape_at_peer,
 )
@@ -209,7 +208,8 @@ def _in_cross_layer_blocks(
             "and --speculative-config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
         )
     # kvcached's, where layers differ in shape.
-    part_bytes, ends = peer.block_bytes[0] // len(ours.places), []
+    part_bytes = None if is_packed else peer.block_bytes[0] // len(ours.places)
+    ends = []
     for division in divisions:
         offset = 0
         for names in division:
@@ -220,8 +220,6 @@ def _in_cross_layer_blocks(
                     raise PeerRefused(
                         f"its rows {form} have no place for layer {name}", "use one model"
                     )
-                if is_packed:
-                    part_bytes = page_bytes_at(ours, peer, layer, form.block_tokens)
                 shape = shape_at_peer(ours, peer, layer.planes, part_bytes)
                 piece = Piece(layer.planes, 0, form.axes, shape, offset)
                 yield piece

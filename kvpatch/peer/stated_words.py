@@ -78,7 +78,7 @@ def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
 def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns what workers state, as their scheduler encodes it for peers: with some names more."""
     # The words are not taken off: a MultiConnector hands them to several.
-    words = {rank: message_on(stated).get(WORDS) for rank, stated in metadata.items()}
+    words = {rank: message_on(stated).get(WORDS, {}) for rank, stated in metadata.items()}
     return {
         rank: with_names(stated, words[rank]) if words[rank] else stated
         for rank, stated in metadata.items()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvpatch import patches
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
@@ -386,6 +387,11 @@ def test_a_p_that_comes_back_as_one_of_ours_is_one_of_ours() -> None:
     worker_state(worker).of(PeerReleases).state("p", 0, None)
 
     assert to_engine(worker, "p", b"a:8") == b"a:8"
+
+
+def test_what_stands_for_the_socket_is_outside_the_side_channels_key() -> None:
+    """The key's wrapper makes a socket of its own, whatever it wraps."""
+    assert patches.SLUGS.index("side_channel_key") < patches.SLUGS.index("unlike_releases")
 
 
 #: What the release's own handshake asked last.
