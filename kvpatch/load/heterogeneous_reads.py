@@ -215,23 +215,18 @@ class HeterogeneousReads:
             return True
         return is_direct(overlap, share.segments, self._costs)
 
-    def _has_our_blocks(self, metadata: AgentMetadata) -> bool:
-        ours = self._cross_layer
-        return (
-            ours is not None
-            and metadata.form == ours.form
-            and metadata.block_bytes[0] == ours.pool.block_bytes
-            and metadata.tp_size == self._ours.tp_size
-        )
-
     def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """Returns addresses there and here, and bytes, of blocks that are read as they are."""
         ours = self._cross_layer
-        if ours is None or not self._has_our_blocks(metadata):
-            return None
-        if self._reader.mode == "staged":
+        if (
+            ours is None
+            or self._reader.mode == "staged"
+            or metadata.form != ours.form
+            or metadata.block_bytes[0] != ours.pool.block_bytes
+            or metadata.tp_size != self._ours.tp_size
+        ):
             return None
         # A block is one group's: it holds that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]

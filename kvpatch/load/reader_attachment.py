@@ -68,7 +68,12 @@ def attach_reader(
                 "set KVCACHED_CONTIGUOUS_LAYOUT=false",
             )
         return
-    agent = _own_agent(worker.nixl_wrapper)
+    agent = worker.nixl_wrapper
+    if isinstance(agent, ReadingAgent):  # of an earlier registration
+        agent.stop_reading()
+        agent = agent.__wrapped__
+    else:
+        agent = AgentProxy(agent)
     ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
     layers, groups, _ = own.cache
     behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
@@ -126,14 +131,6 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
             or are_in_regions(release, own.states)
         )
     )
-
-
-def _own_agent(agent: Any) -> AgentProxy:
-    """Returns what stands for NIXL's own agent, also for the reads of an earlier registration."""
-    if isinstance(agent, ReadingAgent):
-        agent.stop_reading()
-        return agent.__wrapped__  # type: ignore[no-any-return]
-    return AgentProxy(agent)
 
 
 def _local_geometry(

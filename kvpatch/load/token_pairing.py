@@ -47,13 +47,8 @@ def shares_of(
             f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}",
             "send both engines the same prompt",
         )
-    stated = peer.block_tokens or ours.block_tokens
-    tokens = [
-        next((block_tokens[name] for name in group.layers if name in block_tokens), stated)
-        if block_tokens
-        else stated
-        for group in groups
-    ]
+    stated, known = peer.block_tokens or ours.block_tokens, block_tokens or {}
+    tokens = [next((known[n] for n in group.layers if n in known), stated) for group in groups]
     found = []
     for number, group in enumerate(groups):
         if not request.local_blocks[number] or group.has_state:
@@ -151,9 +146,8 @@ def finished_blocks(
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         if group.has_state:
             continue
-        freed = next((i for i, block in enumerate(table) if block != _NULL_BLOCK), len(table))
         size, parts = _own_tokens(ours, group), ours.kernel_blocks_per_block
-        yield number, BlockList(kernel_blocks(table[freed:], parts), size, freed * size * parts)
+        yield number, window_end(table, size, parts, len(table))
 
 
 def tails_of(
