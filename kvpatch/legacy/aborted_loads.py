@@ -106,16 +106,11 @@ def _finish_requests(
 
 def _connector_finished(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
     answer = wrapped(request)
-    if not answer[0]:  # else another connector keeps them
-        _keep(instance, request)
-    return answer
-
-
-def _keep(core: Any, request: Any) -> None:
-    aborts = engine_state(core).of(AbortedBlocks)
-    if aborts.keep(core, request):
-        for scheduler in schedulers_of(core):
+    aborts = engine_state(instance).of(AbortedBlocks)
+    if not answer[0] and aborts.keep(instance, request):  # else another connector keeps them
+        for scheduler in schedulers_of(instance):
             scheduler_state(scheduler).hold(aborts)
+    return answer
 
 
 def _build_connector_meta(

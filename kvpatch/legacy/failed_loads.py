@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from queue import Empty, Queue
 from typing import Any
 from weakref import ref
@@ -16,6 +16,7 @@ from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.other_releases import Address, ask, question_for
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
@@ -140,29 +141,37 @@ def _pop_done_or_leave_waiting(
     def failed(req_id: str) -> None:
         leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
 
-    # The release makes a RuntimeError of the state ERR.
-    return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
+    return pop_one_by_one(instance, wrapped, transfers, failed)
 
 
 # --- 0.11.1 to 0.29 failed requests are reported too early, or wrongly ----------------
 
 
-class FailedRequestSet(set[str]):
-    """Stands where a worker keeps its failed requests, and looks empty to it (0.11.1 to 0.21).
+class FailedRequests(set[str]):
+    """Stands where a worker keeps its failed requests; a thread of a handshake may add to it.
 
-    The release reports what it finds here as received, and looks up the engine that it came
-    from; it does not know a peer that was refused.
+    A set (0.11.1 to 0.21) looks empty to the release, which would report each as received and look
+    up the engine that it came from: it does not know a peer that was refused. From a queue (0.22 to
+    0.29) the release reports a request with the first of its transfers that fails: its blocks are
+    used anew while others still write to them, and when these end, or fail too, the engine does,
+    for it looks for what it has let go of. Here a request comes out when none of its transfers goes
+    on. One without blocks (a full prefix hit, or an abort, of which P was to be told) does not: its
+    scheduler does not wait for it, and stumbles over its name.
 
     Args:
         own: what the worker had there.
         failures: is told of each too.
     """
 
-    def __init__(self, own: Iterable[str], failures: FailedGroupLoads | None = None) -> None:
+    def __init__(
+        self, worker: Any, own: set[str] | Queue[str], failures: FailedGroupLoads | None = None
+    ) -> None:
         super().__init__()
+        self._worker = ref(worker)
         self._failures = failures
         self._ids: set[str] = set()
-        for request_id in own:
+        self._is_queue = isinstance(own, Queue)
+        for request_id in own.queue if isinstance(own, Queue) else own:
             self.add(request_id)
 
     def add(self, request_id: str) -> None:
@@ -171,88 +180,57 @@ class FailedRequestSet(set[str]):
             self._failures.add(request_id)
         self._ids.add(request_id)
 
-    def take(self, reading: Container[str]) -> set[str]:
-        """Takes out those of which no read goes on: the release reports the others."""
-        found = {request_id for request_id in self._ids.copy() if request_id not in reading}
-        self._ids -= found
-        return found
-
-
-class FailedRequestQueue:
-    """Stands where a worker queues its failed requests (from 0.22 to 0.29).
-
-    The release reports a request with the first of its transfers that fails: its blocks
-    are used anew while others still write to them, and when these end, or fail too, the
-    engine does, for it looks for what it has let go of. Here a request comes out when none
-    of its transfers goes on. One without blocks (a full prefix hit) does not: its scheduler
-    does not wait for it, and stumbles over its name.
-
-    Args:
-        own: what stood there.
-    """
-
-    def __init__(self, worker: Any, own: Queue[str]) -> None:
-        self._worker = ref(worker)
-        self._ids: set[str] = set()
-        while not own.empty():
-            self.put(own.get_nowait())
-
-    def put(self, request_id: str) -> None:
-        """Books a failure; a background thread may."""
-        self._ids.add(request_id)
+    put = add
 
     def empty(self) -> bool:
         """True if there is none to report."""
-        return self._ready() is None
+        return next(self._ready(), None) is None
 
     def get_nowait(self) -> str:
         """Raises:
         Empty: there is none to report.
         """
-        request_id, worker = self._ready(), self._worker()
+        request_id, worker = next(self._ready(), None), self._worker()
         if request_id is None or worker is None:
             raise Empty
         self._ids.discard(request_id)
         worker_state(worker).book.fail(request_id)
         return request_id
 
-    def _ready(self) -> str | None:
-        worker = self._worker()
-        if worker is None:
-            return None
-        for request_id in self._ids.copy():
+    def take(self) -> set[str]:
+        """Takes out what is to be reported, and drops its metadata."""
+        worker: Any = self._worker()
+        found = set(self._ready())
+        for request_id in found:
+            worker_state(worker).book.fail(request_id)
+            worker._recving_metadata.pop(request_id, None)
+        self._ids -= found
+        return found
+
+    def _ready(self) -> Iterator[str]:
+        """Yields those of which no read goes on, and forgets those that nobody waits for."""
+        worker: Any = self._worker()
+        for request_id in self._ids.copy() if worker is not None else ():
             if worker._recving_transfers.get(request_id):
                 continue
             metadata = worker._recving_metadata.get(request_id)
-            if metadata is not None and any(groups(metadata.local_block_ids)):
-                return request_id
+            # A set's may have lost it; one of a queue was reported before.
+            is_lost = metadata is None and not self._is_queue
+            if is_lost or (metadata is not None and any(groups(metadata.local_block_ids))):
+                yield request_id
+                continue
             self._ids.discard(request_id)
             worker._recving_metadata.pop(request_id, None)
-        return None
 
 
-def watch_failed_loads(worker: Any) -> None:
+def watch_failed_loads(release: ReleaseWorker) -> None:
     """Makes a worker keep failed requests that the release reports too early, or wrongly."""
+    worker = release.worker
     own = worker._failed_recv_reqs
-    if isinstance(own, Queue):  # from 0.22
-        worker._failed_recv_reqs = FailedRequestQueue(worker, own)
-    elif not isinstance(own, (FailedRequestSet, FailedRequestQueue)):
-        failures = worker_state(worker).of(FailedGroupLoads) if has_several_groups(worker) else None
-        worker._failed_recv_reqs = FailedRequestSet(own, failures)
-
-
-def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
-    """Returns the failed requests that the scheduler waits for, and drops their metadata.
-
-    It does not wait for one without blocks (a full prefix hit, or an abort, of which P
-    was to be told), and stumbles over its name.
-    """
-    failed = set()
-    for request_id in unreported.take(worker._recving_transfers):
-        metadata = worker._recving_metadata.pop(request_id, None)
-        if metadata is None or any(groups(metadata.local_block_ids)):
-            failed.add(request_id)
-    return failed
+    if not isinstance(own, FailedRequests):
+        is_booked = isinstance(own, set) and has_several_groups(worker)
+        failures = worker_state(worker).of(FailedGroupLoads) if is_booked else None
+        worker._failed_recv_reqs = FailedRequests(worker, own, failures)
 
 
 def _worker_get_finished(
@@ -260,11 +238,8 @@ def _worker_get_finished(
 ) -> Any:
     sent, received = wrapped(*args, **kwargs)
     unreported = instance._failed_recv_reqs
-    if isinstance(unreported, FailedRequestSet):
-        failed = report_failed(instance, unreported)
-        for req_id in failed:
-            worker_state(instance).book.fail(req_id)
-        received = set(received) | failed
+    if isinstance(unreported, FailedRequests):
+        received = set(received) | unreported.take()
     return sent, received
 
 
@@ -272,7 +247,6 @@ def pop_one_by_one(
     worker: Any,
     pop_done: Callable[[dict[str, Any]], set[str]],
     transfers: dict[str, Any],
-    also: tuple[type[Exception], ...],
     failed: Callable[[str], None],
 ) -> set[str]:
     """Returns the requests whose transfers are done, as `pop_done` finds them.
@@ -281,10 +255,10 @@ def pop_one_by_one(
     `transfers` nor reported.
 
     Args:
-        also: what `pop_done` raises beside NIXL's own errors.
         failed: is told of a request that raised; its transfers have been let go of.
     """
-    errors = (*errors_of(worker.nixl_wrapper), *also)
+    # Releases <= 0.11.0 make a RuntimeError of the state ERR.
+    errors: tuple[type[Exception], ...] = (*errors_of(worker.nixl_wrapper), RuntimeError)
     done: set[str] = set()
     for request_id, handles in list(transfers.items()):
         one = {request_id: handles}
@@ -320,7 +294,7 @@ def _pop_done_or_failed(
             instance._invalid_block_ids.update(metadata.local_block_ids)
         instance._failed_recv_reqs.add(req_id)
 
-    done = pop_one_by_one(instance, wrapped, transfers, (), failed)
+    done = pop_one_by_one(instance, wrapped, transfers, failed)
     # The release drops the metadata of those that failed, and calls them done.
     broken = {req_id for req_id in done if req_id not in instance._recving_metadata}
     for req_id in broken:

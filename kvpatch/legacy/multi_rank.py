@@ -77,28 +77,6 @@ class RemoteAgents(dict[int, str]):
         return next(iter(self.values()))
 
 
-def handshake_with_ranks(
-    worker: Any, host: str, port: int, remote_tp_size: int, engine_id: str
-) -> RemoteAgents:
-    """Shakes hands with each rank of a larger peer whose heads this one holds."""
-    ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
-    if ranks is None:
-        raise PeerRefused(
-            f"engine {engine_id} cannot be read: it has {remote_tp_size} tensor-"
-            f"parallel ranks and we have {worker.world_size}",
-            "use a --tensor-parallel-size on the prefill side that is a multiple of the decode "
-            "side's",
-        )
-    agents = RemoteAgents()
-    for rank in ranks:
-        known = worker.dst_xfer_side_handles.pop(engine_id, None)
-        if known is not None:  # of the rank before: the release keeps one, ours need none
-            worker.nixl_wrapper.release_dlist_handle(known)
-        asking = HandshakeWithOneRank(worker, rank, remote_tp_size)
-        agents.update(type(worker)._nixl_handshake(asking, host, port, remote_tp_size, engine_id))
-    return agents
-
-
 def _nixl_handshake(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -107,12 +85,28 @@ def _nixl_handshake(
     remote_tp_size: int,
     expected_engine_id: str,
 ) -> Any:
+    """Shakes hands with each rank of a larger peer whose heads this one holds."""
     asked = host, port, remote_tp_size, expected_engine_id
     has_more = remote_tp_size > instance.world_size
     is_asking = isinstance(instance, HandshakeWithOneRank)
     if is_asking or worker_state(instance).held(Reader) is None or not has_more:
         return wrapped(*asked)
-    return handshake_with_ranks(instance, *asked)
+    ranks = ranks_to_read(instance.tp_rank, instance.world_size, remote_tp_size)
+    if ranks is None:
+        raise PeerRefused(
+            f"engine {expected_engine_id} cannot be read: it has {remote_tp_size} tensor-"
+            f"parallel ranks and we have {instance.world_size}",
+            "use a --tensor-parallel-size on the prefill side that is a multiple of the decode "
+            "side's",
+        )
+    agents = RemoteAgents()
+    for rank in ranks:
+        known = instance.dst_xfer_side_handles.pop(expected_engine_id, None)
+        if known is not None:  # of the rank before: the release keeps one, ours need none
+            instance.nixl_wrapper.release_dlist_handle(known)
+        asking = HandshakeWithOneRank(instance, rank, remote_tp_size)
+        agents.update(type(instance)._nixl_handshake(asking, *asked))
+    return agents
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

@@ -3,7 +3,7 @@
 ================  ========================================================  ======================
 release           it                                                        here
 ================  ========================================================  ======================
-``<= 0.15``       hands out the blocks of an aborted request at once        ``aborted_reads``
+``<= 0.15``       hands out the blocks of an aborted request at once        ``AbortedReads``
 ``<= 0.13``       shakes hands with one rank of P                           ``multi_rank``
 ``<= 0.11.0``     answers handshakes in each worker                         ``words_in_answers``
 ``<= 0.11.0``     cannot fail a load that comes too late                    ``_loaded_in_time``
@@ -14,30 +14,34 @@ release           it                                                        here
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.legacy import aborted_reads
 from kvpatch.load import read_request
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import can_read, leases_of
 from kvpatch.load.registration import registration_step
 from kvpatch.load.stated_prompt import read_prompt
 from kvpatch.peer.cross_layer_blocks import listener_told
 from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.peer.stated_words import with_names, words_of
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.own_read import OwnRead
 from kvpatch.worker.kv_cache_groups import reserves_slots
 from kvpatch.worker.local_geometry import local_geometry_of
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state import connector_scheduler, scheduler_state
+from kvpatch.worker.state import connector_scheduler, scheduler_state, worker_state
 from kvpatch.worker.unpatched_workers import is_applied
 
-_LOG = logging.getLogger("kvpatch.stale_blocks")
+_STALE_LOG = logging.getLogger("kvpatch.stale_blocks")
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractContextManager[None]:
@@ -68,7 +72,7 @@ def _loaded_in_time(
     if not found[0] or state.of(read_request.Waits).since(request.arrival_time) <= lease:
         return found
     read_request.leave_unread(scheduler, request, state.facts)
-    _LOG.warning(
+    _STALE_LOG.warning(
         "request %s has waited for more than the %.0f s that P keeps its blocks for "
         "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT): it is computed here",
         *(shown(request.request_id), lease),
@@ -110,9 +114,130 @@ def _held_tokens(scheduler: Any, request: Any, wanted: int) -> int:
     return wanted if held >= wanted else 0
 
 
+# --- <= 0.15 the blocks of an aborted request may be another one's at once -------------
+#
+# So nothing more of its reads is placed. Reads are known by the object that they were made for, and
+# not by the request's name: on releases <= 0.13 a client may come back under the name of a request
+# that it gave up, between two steps.
+
+
+class AbortedReads:
+    """The reads of one worker whose requests were aborted.
+
+    kvpatch takes such a read out of the release's account, which would report it as received. It
+    reports the request once nothing of it is on the wire any more. The scheduler then only frees
+    the request's blocks.
+    """
+
+    def __init__(self) -> None:
+        #: Of the requests that are wanted, and those among them that this step has brought.
+        self._requests: dict[str, ReadRequest] = {}
+        self._new: set[str] = set()
+        #: Of requests that are over, as long as a read holds them, by identity.
+        self._given_up: WeakValueDictionary[int, ReadRequest] = WeakValueDictionary()
+        self._ending: dict[str, list[Any]] = {}
+        #: Requests that the release has reported while a read of theirs still ended.
+        self._reported: set[str] = set()
+
+    def begin(self, requests: Mapping[str, ReadRequest]) -> None:
+        """Books what the scheduler asks for in a step."""
+        for request_id in requests.keys() & self._requests.keys():
+            self._give_up(self._requests[request_id])
+        self._requests.update(requests)
+        self._new = set(requests)
+
+    def end(self, worker: Any, request_ids: Collection[str]) -> None:
+        """Gives up what was read for requests that are over.
+
+        Args:
+            request_ids: that ended before this step: what came with it is another request's.
+        """
+        for request_id in request_ids:
+            request = None if request_id in self._new else self._requests.pop(request_id, None)
+            if request is not None:
+                self._give_up(request)
+        self._new.clear()
+        for request_id, entries in list(worker._recving_transfers.items()):
+            left = [entry for entry in entries if not self._take(request_id, entry)]
+            if not left:  # the release would take it for received
+                del worker._recving_transfers[request_id]
+            elif len(left) < len(entries):
+                worker._recving_transfers[request_id] = left
+
+    def _give_up(self, request: ReadRequest) -> None:
+        self._given_up[id(request)] = request
+
+    def _take(self, request_id: str, entry: Any) -> bool:
+        read = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
+        if not isinstance(read, OwnRead):
+            return False
+        given_up = self._given_up.get(id(read.owner))
+        if given_up is None or not read.void():
+            return False
+        self._ending.setdefault(request_id, []).append(read)
+        return True
+
+    def report(self, worker: Any, received: Collection[str]) -> set[str]:
+        """Returns what the scheduler is to be told of, with what the release has found."""
+        found = set(received)
+        for request_id, reads in list(self._ending.items()):
+            going = [read for read in reads if _is_going(read, worker.nixl_wrapper)]
+            if going:
+                self._ending[request_id] = going
+                self._reported |= found & {request_id}
+                found.discard(request_id)
+                continue
+            del self._ending[request_id]
+            if request_id in self._reported:
+                self._reported.discard(request_id)
+                found.add(request_id)
+            elif request_id not in worker._recving_transfers and request_id not in self._requests:
+                found.add(request_id)
+                if worker_state(worker).facts.keeps_load_metadata:
+                    worker._recving_metadata.pop(request_id, None)
+        return found
+
+
+def _is_going(read: OwnRead, nixl: Any) -> bool:
+    """True if a read that was given up has something on the wire; lets go of it otherwise."""
+    errors = errors_of(nixl)
+    try:
+        if read.state() == "PROC":
+            return True
+    except errors as error:
+        _LOG.warning("a read that was given up has failed: %s", error)
+    try:
+        read.release()
+    except errors as error:
+        _LOG.warning("a read that was given up could not be released: %s", error)
+    return False
+
+
+def _get_finished(wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]) -> Any:
+    worker = instance.connector_worker
+    if worker is None or worker_state(worker).held(Reader) is None:
+        return wrapped(finished_req_ids)
+    reads = worker_state(worker).of(AbortedReads)
+    reads.end(worker, finished_req_ids)
+    sent, received = wrapped(finished_req_ids)
+    return sent, reads.report(worker, received or ())
+
+
+def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    if worker_state(instance).held(Reader) is not None:
+        entries = metadata.reqs_to_recv.items()
+        found = ((name, read_request.read_request_of(entry)) for name, entry in entries)
+        loads = {name: request for name, request in found if request and any(request.local_blocks)}
+        worker_state(instance).of(AbortedReads).begin(loads)
+    return wrapped(metadata)
+
+
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     """Returns what is wrapped in a release ``<= 0.15`` beside what all need."""
-    found: dict[Site, Wrapper | Step] = {**aborted_reads.sites(facts)}
+    found: dict[Site, Wrapper | Step] = {
+        seams.start_load_kv(facts): _start_load_kv,
+        seams.get_finished(facts): _get_finished,
+    }
     if facts.meets_one_rank:
         from kvpatch.legacy import multi_rank
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from kvpatch.core import settings
@@ -47,11 +47,6 @@ _SENTENCES = {
 _NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", HOLD)
 
 
-class _Found(NamedTuple):
-    load: PlannedLoad
-    kind: Prompt
-
-
 @dataclass(eq=False)
 class PromptLoads:
     """The answers of P that one scheduler's requests carry, and what each request loads."""
@@ -61,7 +56,7 @@ class PromptLoads:
     #: By request, the one with the same answer that it waits for.
     _waiting: WeakKeyDictionary[Any, ReferenceType[Any]] = field(default_factory=WeakKeyDictionary)
     #: What was logged of each peer.
-    _told: RecentEngines[bool] = field(default_factory=RecentEngines)
+    told: RecentEngines[bool] = field(default_factory=RecentEngines)
 
     def must_wait(self, request: Any) -> bool:
         """True while another request loads the answer of P that this one carries."""
@@ -82,8 +77,7 @@ class PromptLoads:
         taker = self._taker(request, request.kv_transfer_params)
         if taker is request:
             return False
-        is_loading = taker is not None and _is_loading(taker)
-        leave_unread(scheduler, request, state.facts, is_loading=is_loading)
+        is_loading = _leave(scheduler, request, taker)
         state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
         has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
         if is_loading and has_cache and state.facts.can_answer_later:
@@ -148,9 +142,7 @@ class PromptLoads:
         """
         taker = self._taker(request, request.kv_transfer_params)
         if taker is not request:
-            facts = scheduler_state(scheduler).facts
-            is_loading = taker is not None and _is_loading(taker)
-            leave_unread(scheduler, request, facts, is_loading=is_loading)
+            _leave(scheduler, request, taker)
 
     def forget_failed(self, request: Any) -> None:
         """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
@@ -162,8 +154,8 @@ class PromptLoads:
     def _tell(self, kind: Prompt, engine_id: str) -> None:
         """Logs what is unusual about a prompt, once for each peer."""
         key = f"{kind.value} {engine_id}"
-        if kind in _SENTENCES and key not in self._told:
-            self._told[key] = True
+        if kind in _SENTENCES and key not in self.told:
+            self.told[key] = True
             _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
 
 
@@ -178,7 +170,20 @@ def _is_loading(request: Any) -> bool:
     return bool(is_queued) or request.status.name == "WAITING_FOR_REMOTE_KVS"
 
 
-def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
+def _leave(scheduler: Any, request: Any, taker: Any) -> bool:
+    """Leaves a request unread, of whose answer another one has been the taker.
+
+    Returns:
+        True if that one is still loading.
+    """
+    is_loading = taker is not None and _is_loading(taker)
+    leave_unread(scheduler, request, scheduler_state(scheduler).facts, is_loading=is_loading)
+    return is_loading
+
+
+def _found(
+    scheduler: Any, request: Any, end: int, facts: ReleaseFacts
+) -> tuple[PlannedLoad, Prompt]:
     """Returns what a request loads of the first ``end`` tokens of its prompt."""
     params = request.kv_transfer_params
     stated, held = read_prompt(params), stated_tokens(params)
@@ -188,7 +193,7 @@ def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Foun
         # D's count: its lists and its state go on behind the tokens where its steps are ahead.
         held = held or stated.tokens
     if common is None and settings.requires_tokens():
-        return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)
+        return PlannedLoad(0, held or end), Prompt.REFUSED
     if held is None:
         same, held = _held_of_longer(scheduler, params, end, facts)
     else:
@@ -200,7 +205,7 @@ def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Foun
         kind = Prompt.SAME if common >= same else Prompt.PART
         same = min(common, same)
     tokens = _usable(scheduler, request, PlannedLoad(same, held), end, facts)
-    return _Found(PlannedLoad(tokens, held), kind)
+    return PlannedLoad(tokens, held), kind
 
 
 def _held_of_longer(
@@ -251,10 +256,6 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
 # release loads the last of them.
 
 
-class _ToldPeers(RecentEngines[bool]):
-    """The peers of which one scheduler has logged it."""
-
-
 def context_ranks(scheduler: Any, facts: ReleaseFacts) -> int:
     """Returns how many of this engine's ranks share out the tokens of a block."""
     parallel = scheduler.vllm_config.parallel_config
@@ -274,9 +275,10 @@ def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     held = stated_tokens(parameters) or prefilled_tokens(scheduler, request, facts)
     blocks = -(-held // (int(scheduler.block_size) * ranks))
     found = {len(group) for group in groups(parameters["remote_block_ids"])}
-    told = scheduler_state(scheduler).of(_ToldPeers)
-    if found != {blocks} and parameters["remote_engine_id"] not in told:
-        told[str(parameters["remote_engine_id"])] = True
+    told = scheduler_state(scheduler).of(PromptLoads).told
+    key = f"contexts {parameters['remote_engine_id']}"
+    if found != {blocks} and key not in told:
+        told[key] = True
         _ENGINES_LOG.warning(
             "the prompt of request %s is computed here: P names %s blocks of %d tokens, and with "
             "context parallelism as here (%d) they would be %d: use one "

@@ -8,25 +8,28 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import numpy as np
 
 from kvpatch.core import settings
-from kvpatch.core.errors import AS_ANSWERED, PeerRefused, ReadRefused
+from kvpatch.core.errors import AS_ANSWERED, PeerRefused, ReadRefused, UnexpectedRead
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
+from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, Overlap, is_direct
 from kvpatch.geometry.plane import HeadName, Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
-from kvpatch.load.chosen_ways import ChosenWays, Progress
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Reader, ReadsOfOthers
+from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
 from kvpatch.observe.catalogue import Way
 from kvpatch.peer.agent_metadata import AgentMetadata
@@ -34,10 +37,8 @@ from kvpatch.peer.block_shapes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.own_read import Fate, OwnRead
-from kvpatch.transfer.plane_bytes import Tails
+from kvpatch.transfer.nixl import Ends, tell_over
+from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread, can_read_beside
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -47,22 +48,7 @@ from kvpatch.worker.state import worker_state
 if TYPE_CHECKING:
     import torch
 
-
-class Wanted(NamedTuple):
-    """The parts of a read from one rank.
-
-    Attributes:
-        direct: runs that go straight to their place; planned once the read has begun.
-        staged: shares that go through the staging pool.
-        tails: returns the blocks' ends to zero, once the read has begun; None where there are none.
-        idle_until: the fate of a read from other ranks, where those hold all that this rank has.
-            This rank gets only a notification, once that read is over.
-    """
-
-    direct: Iterable[Plan]
-    staged: Sequence[Share] = ()
-    tails: Callable[[], Tails] | None = None
-    idle_until: Fate | None = None
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class HeterogeneousReads:
@@ -70,21 +56,23 @@ class HeterogeneousReads:
 
     Args:
         reader: the worker's reader.
+        nixl: the worker's NIXL agent, as the thread may use it that moves reads on.
         pool: the pool that staged reads land in.
-        progress: moves reads on between the engine's steps; None for the steps alone.
+        thread: moves reads on between the engine's steps; None for the steps alone.
         pooled: the name in the metrics of reads through the pool.
     """
 
     def __init__(
         self,
         reader: Reader,
+        nixl: Any,
         pool: StagingPool,
-        progress: Progress | None = None,
+        thread: ProgressThread | None = None,
         pooled: Way = Way.STAGED,
     ) -> None:
-        self._reader = reader
+        self._reader, self._nixl = reader, nixl
         self._ours, self._groups = reader.ours, reader.groups
-        self.pool = pool
+        self.pool, self.thread = pool, thread
         self._pooled = pooled
         destination = reader.destination
         self._cross_layer = destination.cross_layer
@@ -92,15 +80,10 @@ class HeterogeneousReads:
         caches = destination.caches
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
             caches = Caches({name: destination.tensors[name] for name in reader.layers})
-        if progress is not None and isinstance(caches, Caches):
-            caches.thread = progress.thread.copying
-        self._caches, self._progress = caches, progress
-        self._ways = ChosenWays(reader.mode, pool, caches.device)
-
-    @property
-    def thread(self) -> ProgressThread | None:
-        """Returns the progress thread; None where reads go on in the engine's steps alone."""
-        return None if self._progress is None else self._progress.thread
+        if thread is not None and isinstance(caches, Caches):
+            caches.thread = thread.copying
+        self._caches = caches
+        self._costs = HOST_MEMORY if caches.device.type == "cpu" else DEVICE_MEMORY
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -112,107 +95,138 @@ class HeterogeneousReads:
             peer = peers[metadata.engine_id] = Peer()
         peer.add(rank, self._reader.planes)
 
-    def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
-        """Returns the transfer that replaces the release's own, of one rank of the peer."""
-        reader, reading = self._reader, self._reader.being_read()
-        if reading.peer.missing is not None:
+    def prepare(
+        self, agent: Any, context: RequestContext, ranks: Sequence[int], notification: bytes
+    ) -> OwnRead:
+        """Returns the transfer that replaces the release's own, from some ranks of the peer.
+
+        Args:
+            agent: takes our reads for NIXL's own transfers.
+        """
+        peer, request = context.peer, context.request
+        if peer is None or request is None:
+            raise UnexpectedRead("a transfer was prepared outside a request")
+        if peer.missing is not None:
             raise PeerRefused(
-                f"no rank of engine {reader.is_reading()} that we read from holds "
-                f"{reading.peer.missing}",
+                f"no rank of engine {context.engine_id} that we read from holds {peer.missing}",
                 "use one model, one --tensor-parallel-size and one --pipeline-parallel-size on "
                 "both sides",
             )
-        rank = reading.peer.ranks[number]
-        metadata = rank.metadata
-        rest = rank.behind(reading.taken_before(rank), reader.planes)
-        shares = shares_of(
-            self._ours, self._groups, metadata, rest.overlaps, reading.request, rank.block_tokens
-        )
-        ends = Ends(
-            self._ours.memory, peer_memory(self._ours, metadata), rank.agent, metadata.engine_id
-        )
-        states = partial(
-            states_plan, self._groups, metadata, reading.request, self._states, rank.states
-        )
-        is_idle = rest.is_nothing and not len(states())
-        releases = metadata.releases
-        lifetime = reader.lifetime_of(number, rank.agent, rest.taken, releases, is_idle=is_idle)
+        read = partial(self._prepare, context, request, notification)
+        if len(ranks) == 1:
+            return read(peer.ranks[ranks[0]])
+        from kvpatch.transfer.joined_read import JoinedRead  # of few pairs
 
-        read = partial(self._read, nixl, ends, notification, lifetime)
-        whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
-        if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
-            return read(Wanted((Plan(*whole),)))
-        tails = None
-        if reading.tails_left:  # once a request, and not before its blocks were checked
-            tails = partial(self._tails, reading.request)
-            reading.tails_left = False
-        to_place, to_pool = self._ways.split(shares, metadata.engine_id)
-        pairs = (
-            (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
-            for share in to_place
+        held: frozenset[HeadName] = frozenset()
+        needed, others = [], []
+        for rank in (peer.ranks[number] for number in ranks):
+            if rank.heads <= held:
+                others.append(rank.agent)
+            else:
+                needed.append(rank)
+                held |= rank.heads
+        with ExitStack() as prepared:
+            reads = []
+            for rank in needed:
+                reads.append(read(rank))
+                prepared.callback(agent.release_xfer_handle, reads[-1])
+            prepared.pop_all()
+        joined = JoinedRead(
+            agent, reads, lambda: tell_over(agent.__wrapped__, others, notification)
         )
-        direct = chain(plan_parts(pairs), (states(),))
-        idle_until = reading.fate if is_idle else None
-        return read(Wanted(direct, to_pool, tails, idle_until))
+        joined.owner = request
+        return joined
 
-    def _read(
-        self, nixl: Any, ends: Ends, notification: bytes, lifetime: Lifetime, wanted: Wanted
+    def _prepare(
+        self, context: RequestContext, request: ReadRequest, notification: bytes, rank: RemoteRank
     ) -> OwnRead:
-        """Makes a read that is not started, of which the peer is notified after the last byte."""
-        reading, progress = self._reader.being_read(), self._progress
-        chunks = plan_chunks(wanted.staged, self.pool.chunk_bytes)
+        """Makes a read of one rank, which is notified after the last byte; it is not started."""
+        metadata, ours = rank.metadata, self._ours
+        rest = rank.behind(context.taken_before(rank), self._reader.planes)
+        shares = shares_of(ours, self._groups, metadata, rest.overlaps, request, rank.block_tokens)
+        states = partial(states_plan, self._groups, metadata, request, self._states, rank.states)
+        is_idle = rest.is_nothing and not len(states())
+        lifetime = self._reader.lifetime_of(
+            metadata.tp_rank, rank.agent, rest.taken, metadata.releases, is_idle=is_idle
+        )
+        to_pool: Sequence[Share] = ()
+        whole = self._whole_cross_layer_blocks(metadata, shares, request)
+        if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
+            direct = iter((Plan(*whole),))
+        else:
+            to_place, to_pool = self._ways(shares, metadata.engine_id)
+            pairs = (
+                (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
+                for share in to_place
+            )
+            direct = chain(plan_parts(pairs), (states(),))  # planned once the read has begun
         read = StagedRead(
-            nixl if progress is None else progress.agent,
+            self._nixl,
             self.pool,
             self._caches,
-            ends,
+            Ends(ours.memory, peer_memory(ours, metadata), rank.agent, metadata.engine_id),
             notification,
-            wanted.direct,
-            chunks,
+            direct,
+            plan_chunks(to_pool, self.pool.chunk_bytes),
         )
         read.lifetime = lifetime
-        read.tails, read.idle_until = wanted.tails, wanted.idle_until
-        own = read if progress is None else BackgroundRead(read, progress.thread)
-        own.owner = reading.request
-        reading.fate = reading.fate or own.fate
+        if whole is None:
+            if context.tails_left:  # once a request, and not before its blocks were checked
+                read.tails = partial(self._tails, request)
+                context.tails_left = False
+            # Other ranks hold all that this one has: it is notified once their read is over.
+            read.idle_until = context.fate if is_idle else None
+        own = read if self.thread is None else BackgroundRead(read, self.thread)
+        own.owner = request
+        context.fate = context.fate or own.fate
         counts = own.telemetry()
         if counts is not None:  # what it will count in: nothing has been so far
-            counts.way = (self._pooled if wanted.staged else Way.DIRECT).value
+            counts.way = (self._pooled if to_pool else Way.DIRECT).value
         return own
 
-    def holding_all(self, numbers: Sequence[int]) -> list[int]:
-        """Returns those ranks that it takes to read every head that any of them holds."""
-        ranks = self._reader.being_read().peer.ranks
-        held: frozenset[HeadName] = frozenset()
-        found = []
-        for number in numbers:
-            heads = ranks[number].heads
-            if not heads <= held:
-                found.append(number)
-            held |= heads
-        return found
-
-    def agent(self, number: int) -> str:
-        """Returns NIXL's name of a rank of the peer that is being read."""
-        return self._reader.being_read().peer.ranks[number].agent
-
-    def _has_our_blocks(self, metadata: AgentMetadata) -> bool:
-        ours = self._cross_layer
-        return (
-            ours is not None
-            and metadata.form == ours.form
-            and metadata.block_bytes[0] == ours.pool.block_bytes
-            and metadata.tp_size == self._ours.tp_size
+    def _ways(self, shares: Sequence[Share], engine_id: str) -> tuple[list[Share], list[Share]]:
+        """Returns what goes straight to its place, and what goes through the pool."""
+        direct: list[Share] = []
+        staged: list[Share] = []
+        for share in shares:
+            if not len(share.segments):
+                continue
+            # Layers that are strided alike are judged once.
+            known: dict[Any, bool] = {}
+            for overlap in share.overlaps:
+                if overlap.shape not in known:
+                    known[overlap.shape] = self._is_direct(overlap, share)
+            for kind, is_straight in ((direct, True), (staged, False)):
+                chosen = tuple(one for one in share.overlaps if known[one.shape] is is_straight)
+                if chosen:
+                    kind.append(replace(share, overlaps=chosen))
+        _LOG.debug(
+            "%d regions of engine %s are read directly, %d staged",
+            sum(len(share.overlaps) for share in direct),
+            engine_id,
+            sum(len(share.overlaps) for share in staged),
         )
+        return direct, staged
+
+    def _is_direct(self, overlap: Overlap, share: Share) -> bool:
+        if self._reader.mode != "auto":
+            return self._reader.mode == "direct"
+        if overlap.staged_bytes > self.pool.size_bytes:
+            return True
+        return is_direct(overlap, share.segments, self._costs)
 
     def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """Returns addresses there and here, and bytes, of blocks that are read as they are."""
         ours = self._cross_layer
-        if ours is None or not self._has_our_blocks(metadata):
-            return None
-        if self._reader.mode == "staged":
+        if (
+            ours is None
+            or self._reader.mode == "staged"
+            or metadata.form != ours.form
+            or metadata.block_bytes[0] != ours.pool.block_bytes
+            or metadata.tp_size != self._ours.tp_size
+        ):
             return None
         # A block is one group's: it holds that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]
@@ -248,19 +262,15 @@ class HeterogeneousReads:
             yield [plane for plane in planes if not plane.is_whole], tail
 
 
-def reads_of(worker: Any, reader: Reader) -> ReadsOfOthers:
+def reads_of(worker: Any, reader: Reader) -> HeterogeneousReads:
     """Returns what reads from a worker's heterogeneous peers, made for the first of them.
 
     From then on another thread than the engine's may use the worker's NIXL agent. vLLM shakes hands
     with one peer at a time, so that no other handshake is in the agent now; and no read is made
     before this handshake is over, so that the engine's next step meets the gate.
     """
-    if reader.heterogeneous is None:
-        reader.heterogeneous = _made(worker, reader)
-    return reader.heterogeneous
-
-
-def _made(worker: Any, reader: Reader) -> HeterogeneousReads:
+    if isinstance(reader.heterogeneous, HeterogeneousReads):
+        return reader.heterogeneous
     behind, destination = worker_state(worker).held(DeviceCaches), reader.destination
     copied_to = None if behind is None else behind.device
     placed_on = destination.device if copied_to is None else copied_to
@@ -269,14 +279,13 @@ def _made(worker: Any, reader: Reader) -> HeterogeneousReads:
     if isinstance(agent, EngineAgent):  # of an earlier registration
         agent, gate = agent.__wrapped__, agent.gate
     has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
-    nixl = ProgressAgent(agent, gate) if has_thread else agent
+    nixl = ProgressAgent(agent, gate) if has_thread else shared
     pool = staging_pool(nixl, reader.ours.memory, destination.device, copied_to=copied_to)
-    progress = Progress(ProgressThread(pool, placed_on, gate), nixl) if has_thread else None
-    made = HeterogeneousReads(
-        reader, pool, progress, Way.STAGED if behind is None else Way.HOST_BUFFER
-    )
-    if progress is not None:
-        finalize(worker.nixl_wrapper, progress.thread.stop)
+    thread = ProgressThread(pool, placed_on, gate) if has_thread else None
+    pooled = Way.STAGED if behind is None else Way.HOST_BUFFER
+    made = reader.heterogeneous = HeterogeneousReads(reader, nixl, pool, thread, pooled)
+    if thread is not None:
+        finalize(worker.nixl_wrapper, thread.stop)
         shared.__wrapped__ = EngineAgent(agent, gate)
     return made
 

@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
-from kvpatch.core.proxies import AgentProxy
+from kvpatch.core.proxies import AgentProxy, ObjectProxy
 from kvpatch.load.reader import Reader, RequestContext
-from kvpatch.load.transfer_handles import (
-    agents_beside,
-    heterogeneous_engine_of,
-    rank_like_us,
-    ranks_of,
-)
 from kvpatch.peer.other_releases import to_agent, to_engine
 from kvpatch.transfer.checked_transfer import CheckedTransfer
-from kvpatch.transfer.lifetime import HEARTBEAT, Lifetime
+from kvpatch.transfer.lifetime import HEARTBEAT
 from kvpatch.transfer.nixl import mask_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.worker.state import worker_state
+
+
+def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, str]]:
+    """Returns the ranks behind a handle that the release has booked, and their names to NIXL.
+
+    Of a peer of more ranks <= 0.13, which has one handle, that is all that were met.
+    """
+    names = {
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.27
+        for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
+    }
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if isinstance(handles, Mapping):
+        ranks = [int(rank) for rank, one in list(handles.items()) if one == handle]
+    else:  # <= 0.13 it shakes hands with one
+        ranks = list(names) if handles == handle else []
+    return [(rank, names[rank]) for rank in ranks if rank in names]
+
+
+class RefusingAgent(ObjectProxy):
+    """Fails one load where the release prepares its transfer, in a worker without a reader."""
+
+    def __init__(self, worker: Any, context: RequestContext, refusal: KvpatchError) -> None:
+        super().__init__(worker.nixl_wrapper)
+        self._self_worker = worker
+        self._self_context = context
+        self._self_refusal = refusal
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_handle: Any,
+        local_indices: Any,
+        remote_handle: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Raises:
+        KvpatchError: always; P is told that nobody will read its blocks.
+        """
+        worker, context = self._self_worker, self._self_context
+        ranks = booked_ranks(worker, context.engine_id, remote_handle)
+        tell_over(self.__wrapped__, [agent for _, agent in ranks], notif_msg)
+        if not context.is_refused:
+            worker_state(worker).book.refuse(self._self_refusal)
+            context.is_refused = True
+        raise self._self_refusal
 
 
 class ReadingAgent(AgentProxy):
@@ -53,29 +96,28 @@ class ReadingAgent(AgentProxy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        context = self._self_reader.context
+        reader, worker = self._self_reader, self._self_worker
+        context = reader.context
         if context is not None:
-            notif_msg = to_engine(self._self_worker, context.engine_id, notif_msg) or b""
-            if context.refusal is not None:
-                self._let_go(context.engine_id, remote_handle, notif_msg)
-                raise context.refusal
-            context.check_blocks()
-        engine_id = self._self_reader.is_reading()
-        if engine_id is not None:
-            ranks = ranks_of(self._self_worker, engine_id, remote_handle)
-            try:
-                return self._prepare(ranks, notif_msg)
-            except KvpatchError:
-                self._let_go(engine_id, remote_handle, notif_msg)
-                raise
-        engine = heterogeneous_engine_of(self._self_worker, remote_handle)
-        if engine is not None:
-            raise ReadRefused(
-                f"engine {engine} has another geometry, and a transfer with it was prepared as if "
-                "it had ours",
-                "restart this engine, with kvpatch on or off for all of its life",
-            )
-        found = self._rank_like_us(context, operation, remote_handle, notif_msg)
+            notif_msg = to_engine(worker, context.engine_id, notif_msg) or b""
+            if context.refusal is not None or context.peer is not None:
+                return self._read(context, remote_handle, notif_msg)
+        for engine_id in tuple(reader.peers):  # handshakes add to it
+            if booked_ranks(worker, engine_id, remote_handle):
+                raise ReadRefused(
+                    f"engine {engine_id} has another geometry, and a transfer with it was prepared "
+                    "as if it had ours",
+                    "restart this engine, with kvpatch on or off for all of its life",
+                )
+        lifetime = None
+        if context is not None and operation == "READ":
+            ranks = booked_ranks(worker, context.engine_id, remote_handle)
+            if len(ranks) == 1:  # else nothing is known of its blocks
+                try:
+                    lifetime = reader.lifetime_of(*ranks[0])
+                except ReadRefused:
+                    tell_over(self.__wrapped__, [ranks[0][1]], notif_msg)
+                    raise
         handle = self.__wrapped__.make_prepped_xfer(
             operation,
             local_handle,
@@ -83,59 +125,31 @@ class ReadingAgent(AgentProxy):
             remote_handle,
             remote_indices,
             # Where there are checks P is notified once they have passed.
-            notif_msg if found is None or not found[1].checks else b"",
+            notif_msg if lifetime is None or not lifetime.checks else b"",
             *args,
             **kwargs,
         )
-        if found is None:
+        if lifetime is None:
             return handle
-        return CheckedTransfer(self.__wrapped__, handle, *found, notif_msg)
+        return CheckedTransfer(self.__wrapped__, handle, ranks[0][1], lifetime, notif_msg)
 
-    def _rank_like_us(
-        self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
-    ) -> tuple[str, Lifetime] | None:
-        """Returns NIXL's name of a rank of a peer like us, and what is known of the blocks that it
-        holds.
-
-        None where it is not known which rank it is, or nothing of its blocks.
-        """
-        if context is None or operation != "READ":
-            return None
-        rank = rank_like_us(self._self_worker, context.engine_id, handle)
-        if rank is None:
-            return None
+    def _read(self, context: RequestContext, handle: Any, notification: bytes) -> OwnRead:
+        """Prepares the read of a request; P is told of one that fails, which nobody will read."""
+        reader, made = self._self_reader, self._self_reader.heterogeneous
+        ranks = booked_ranks(self._self_worker, context.engine_id, handle)
         try:
-            return rank[1], self._self_reader.lifetime_of(*rank)
-        except ReadRefused:
-            tell_over(self.__wrapped__, [rank[1]], notification)
+            if context.refusal is not None:
+                raise context.refusal
+            if not ranks or made is None:
+                raise UnexpectedRead(
+                    f"a transfer was prepared with none of the ranks of engine {context.engine_id}"
+                )
+            numbers = [number for number, _ in ranks]
+            return made.prepare(self, context, numbers, notification)
+        except KvpatchError:
+            if context.engine_id in reader.peers:
+                tell_over(self.__wrapped__, [agent for _, agent in ranks], notification)
             raise
-
-    def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
-        made, nixl = self._self_reader.heterogeneous, self.__wrapped__
-        if made is None:
-            raise UnexpectedRead("a read was prepared before any peer had shaken hands")
-        if len(ranks) == 1:
-            return made.prepare(nixl, ranks[0], notification)
-        from kvpatch.transfer.joined_read import JoinedRead  # of few pairs
-
-        needed = made.holding_all(ranks)
-        others = [made.agent(rank) for rank in ranks if rank not in needed]
-        with ExitStack() as prepared:
-            reads = []
-            for rank in needed:
-                reads.append(made.prepare(nixl, rank, notification))
-                prepared.callback(self.release_xfer_handle, reads[-1])
-            prepared.pop_all()
-        read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
-        read.owner = self._self_reader.being_read().request
-        return read
-
-    def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
-        """Tells a peer that a request is over: nobody will ever read its blocks."""
-        peer = self._self_reader.peer(engine_id)
-        if peer is not None:
-            ranks = ranks_of(self._self_worker, engine_id, remote_handle)
-            tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
         """Sends a message to a rank, and to those beside it of which the release does not know."""
@@ -143,9 +157,11 @@ class ReadingAgent(AgentProxy):
         if told is None:
             return None
         notif_msg = told
-        beside = agents_beside(self._self_worker, remote_agent_name)
-        others = [name for name in beside if name != remote_agent_name]
-        tell_over(self.__wrapped__, others, notif_msg)
+        if self._self_reader.ours.facts.meets_one_rank:  # <= 0.13, of a peer of more ranks
+            for names in tuple(self._self_worker._remote_agents.values()):  # handshakes add to it
+                if remote_agent_name in names.values():
+                    others = [name for name in names.values() if name != remote_agent_name]
+                    tell_over(self.__wrapped__, others, notif_msg)
         now = monotonic()
         found = self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
         if notif_msg.startswith(HEARTBEAT):

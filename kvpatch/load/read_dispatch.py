@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.core.errors import (
     AS_ANSWERED,
@@ -19,15 +18,12 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Reader, Reading, RequestContext
+from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
-from kvpatch.load.smaller_blocks import smaller_blocks
+from kvpatch.load.smaller_blocks import Blocks, shares_tokens, smaller_blocks
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
-
-if TYPE_CHECKING:
-    from kvpatch.peer.remote_ranks import Peer
 
 
 @contextmanager
@@ -37,58 +33,40 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     reader, facts = state.held(Reader), state.facts
     read_request.restore_remote_blocks(meta, facts)
     engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
+    context = RequestContext(request_id, engine_id, request)
     smaller = smaller_blocks(worker, engine_id, facts)
     with ExitStack() as inside:
+        if reader is not None and request is not None:
+            if request.is_read_back:  # else P states null, and typed proxies 0.0
+                context.expires = read_request.stated_end(worker, engine_id, meta, facts)
+            if reader.check_makers:
+                context.is_as_read = smaller is None and not _is_remade(worker, engine_id)
+                for check_load in reader.check_makers:
+                    check_load(context, request)
+                inside.callback(_end_preparing, worker, context, request)
         if reader is not None:
-            context = RequestContext(request_id, engine_id)
-            if request is not None:
-                context.arrived, context.is_read_back = request.arrived, request.is_read_back
-                if request.is_read_back:  # else P states null, and typed proxies 0.0
-                    context.expires = read_request.stated_end(worker, engine_id, meta, facts)
-                if reader.check_makers:
-                    changes = _changes_what_is_read(worker, engine_id)
-                    context.is_as_read = smaller is None and not changes
-                    for check_load in reader.check_makers:
-                        check_load(context, request)
-                    inside.callback(_end_preparing, worker, context, request)
-                parts = reader.ours.kernel_blocks_per_block
-                context.check = partial(
-                    refuse_unmapped, state.held(MappedPages), reader.groups, request, parts
-                )
             inside.enter_context(replaced(reader, context=context))
-        if smaller is not None:
-            from kvpatch.load.smaller_blocks_pairing import Pairing, paired
+        try:
+            if context.refusal is None:
+                _choose(worker, meta, context, smaller)
+        except KvpatchError as error:
+            context.refusal = error
+        if context.refusal is not None:
+            if smaller is None:
+                read_request.match_local_block_count(meta, facts)
+            else:
+                from kvpatch.load.smaller_blocks_pairing import name_preparable
 
-            groups = release_worker(worker).groups(())
-            pairing = Pairing(engine_id, groups, *smaller, facts)
-            inside.enter_context(paired(worker, meta, pairing))
-        elif reader is not None:
-            _take_over(worker, meta, reader, context)
-        elif request is not None:
-            inside.enter_context(_left_to_release(worker, engine_id, request, meta))
+                name_preparable(worker, meta, release_worker(worker).groups(()), smaller)
+            if reader is None:
+                from kvpatch.load.nixl_proxy import RefusingAgent
+
+                agent = RefusingAgent(worker, context, context.refusal)
+                inside.enter_context(replaced(worker, nixl_wrapper=agent))
         yield
 
 
-@contextmanager
-def _left_to_release(
-    worker: Any, engine_id: str, request: ReadRequest, meta: Any
-) -> Iterator[None]:
-    """While inside, the release reads what it alone can, of lists that end together."""
-    state = worker_state(worker)
-    try:
-        leave_common_blocks(worker, engine_id, request, meta, state.facts)
-    except UnlikePrompts as error:
-        state.book.refuse(error)
-        read_request.match_local_block_count(meta, state.facts)
-        from kvpatch.load.smaller_blocks_pairing import refusing
-
-        with refusing(worker, engine_id, error):
-            yield
-    else:
-        yield
-
-
-def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
+def _is_remade(worker: Any, engine_id: str) -> bool:
     """True if the release makes its own of a peer's blocks behind the reads, as of smaller ones.
 
     It permutes those of all peers once it was told to (from 0.11.1), and reorders those of another
@@ -104,27 +82,26 @@ def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -
         ended(is_loaded and context.refusal is None)
 
 
-def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:
-    """Marks a request that vLLM cannot read: kvpatch reads it, or its load fails."""
-    request = read_request.read_request_of(meta)
-    facts = worker_state(worker).facts
-    try:
-        peer = _checked_peer(worker, meta, reader, context)
-    except KvpatchError as error:
-        read_request.match_local_block_count(meta, facts)
-        context.refusal = error
+def _choose(
+    worker: Any, meta: Any, context: RequestContext, smaller: tuple[Blocks, Blocks | None] | None
+) -> None:
+    """Names the blocks that the release pairs rightly, or has kvpatch read the request.
+
+    Raises:
+        KvpatchError: neither can be; the load fails.
+    """
+    state, engine_id, request = worker_state(worker), context.engine_id, context.request
+    reader, facts, is_known = state.held(Reader), state.facts, engine_id in worker._remote_agents
+    fills = request is not None and any(request.local_blocks)
+    if reader is not None and request is not None and is_known:
+        parts = reader.ours.kernel_blocks_per_block
+        refuse_unmapped(state.held(MappedPages), reader.groups, request, parts)
+    if smaller is not None:
+        from kvpatch.load.smaller_blocks_pairing import mend_pairing
+
+        mend_pairing(worker, meta, release_worker(worker).groups(()), smaller)
         return
-    # Else one like us; or one that hands are shaken with now (from 0.32), and the request
-    # comes again; or a full prefix hit or an abort, of which the release tells P.
-    if peer is not None and request is not None and any(request.local_blocks):
-        read_request.match_local_block_count(meta, facts)
-        context.reading = Reading(peer, request)
-
-
-def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> Peer | None:
-    """Returns the peer of another geometry that the request is read from, if it is of one."""
-    engine_id, request = context.engine_id, read_request.read_request_of(meta)
-    peer = reader.peer(engine_id)
+    peer = None if reader is None else reader.peers.get(engine_id)
     if peer is not None:  # its blocks are paired by token, which tells wrong ones
         if request is None:
             raise ReadRefused(
@@ -132,18 +109,23 @@ def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContex
                 "and carries no token count",
                 "set ENABLE_KVPATCH for the scheduler's process too",
             )
-        return peer
-    fills = request is not None and any(request.local_blocks)
-    is_known, state = engine_id in worker._remote_agents, worker_state(worker)
-    if is_known and state.is_host_buffered and fills:
+        if fills:  # else a full prefix hit or an abort, of which the release tells P
+            read_request.match_local_block_count(meta, facts)
+            context.peer = peer
+        return
+    # One like us; or one that hands are shaken with now (from 0.32), and the request comes again.
+    if reader is not None and is_known and state.is_host_buffered and fills:
         raise UnexpectedRead(
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )
+    names_any = any(read_request.groups(meta.local_block_ids))
+    if not (is_known and names_any) or _pairs_otherwise(worker, engine_id, facts):
+        return
     if request is not None:
-        leave_common_blocks(worker, engine_id, request, meta, state.facts)
-    refuse_misnamed(worker, reader, engine_id, meta, state.facts)
-    return None
+        leave_common_blocks(worker, engine_id, request, meta, facts)
+    if reader is not None:
+        refuse_misnamed(worker, reader, engine_id, meta, facts)
 
 
 def leave_common_blocks(
@@ -156,16 +138,16 @@ def leave_common_blocks(
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     release = ReleaseWorker(worker, facts)
     groups, contexts = release.groups(()), release.context_sizes
-    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
     drafts = facts.reserves_drafted_blocks and reserves_slots(worker.vllm_config)
     if drafts and not facts.counts_prefix_hits:  # 0.10.0
         return  # both lists may go on behind the prompt, and D's does not tell
     if not any(request.local_blocks) or max(contexts, default=1) > 1 or len(remote) != len(groups):
         return
-    if not is_met or _pairs_otherwise(worker, engine_id, facts):
-        return
     parts = worker._physical_blocks_per_logical_kv_block if facts.expands_remote_blocks else 1
-    sizes = [_block_tokens(worker, number, facts) for number in range(len(groups))]
+    sizes = [int(worker.vllm_config.cache_config.block_size)]
+    if facts.has_cache_groups:  # as the scheduler counts blocks
+        plan = worker.kv_cache_config
+        sizes = [tokens_of_group(plan, facts, number) for number in range(len(groups))]
     #: By block size, the blocks of full attention behind these tokens: a window has as many.
     behind = dict.fromkeys(sizes, 0)
     for number, (group, block_tokens) in enumerate(zip(groups, sizes, strict=True)):
@@ -192,13 +174,6 @@ def leave_common_blocks(
         read_request.replace_remote_blocks(entry, kept, facts)
 
 
-def _block_tokens(worker: Any, number: int, facts: ReleaseFacts) -> int:
-    """Returns the tokens of a block of one cache group, as the scheduler counts blocks."""
-    if not facts.has_cache_groups:
-        return int(worker.vllm_config.cache_config.block_size)
-    return tokens_of_group(worker.kv_cache_config, facts, number)
-
-
 def refuse_misnamed(
     worker: Any, reader: Reader, engine_id: str, entry: Any, facts: ReleaseFacts
 ) -> None:
@@ -207,9 +182,8 @@ def refuse_misnamed(
     The release reads the first from another layer's blocks, and asserts the second.
     """
     local = read_request.groups(read_request.local_blocks(entry, facts))
-    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
-    blocks = worker.dst_num_blocks.get(engine_id) if is_met else None
-    if blocks is None or not any(local) or _pairs_otherwise(worker, engine_id, facts):
+    blocks = worker.dst_num_blocks.get(engine_id)
+    if blocks is None:
         return
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     if len(remote) != len(local):
@@ -218,9 +192,10 @@ def refuse_misnamed(
             f"this model has {len(local)}",
             AS_ANSWERED,
         )
-    if reader.has_state:  # pages of states are counted otherwise: the release's to judge
+    if reader.destination.states:  # pages of states are counted otherwise: the release's to judge
         return
-    blocks = max((blocks, *_of_regions(worker, engine_id, facts)))
+    if "region_num_blocks" in facts.agent_metadata:  # regions with numbers of their own, from 0.30
+        blocks = max((blocks, *(worker.dst_region_num_blocks.get(engine_id) or ())))
     parts = 1 if facts.expands_remote_blocks else reader.ours.kernel_blocks_per_block
     for theirs, ours in zip(remote, local, strict=True):
         last = max(theirs, default=0)
@@ -238,19 +213,10 @@ def refuse_misnamed(
             )
 
 
-def _of_regions(worker: Any, engine_id: str, facts: ReleaseFacts) -> Sequence[int]:
-    """Returns the blocks of the peer's regions, where they have their own numbers (from 0.30)."""
-    if "region_num_blocks" not in facts.agent_metadata:
-        return ()
-    return worker.dst_region_num_blocks.get(engine_id) or ()
-
-
 def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
     """True if the release pairs lists of other lengths: by region, or by context ranks."""
     if "region_group_ids" in facts.agent_metadata:  # from 0.30
         theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
         if theirs and ours and list(theirs) != list(ours):
             return True
-    if not facts.states_context_parallelism:
-        return False
-    return bool(worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size > 1)
+    return shares_tokens(worker, engine_id, facts)

@@ -216,12 +216,6 @@ def read_request_of(entry: Any) -> ReadRequest | None:
     return found if isinstance(found, ReadRequest) else None
 
 
-def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
-    """Returns the id of each request that the metadata asks a worker for, and what it reads."""
-    found = ((name, read_request_of(entry)) for name, entry in metadata.reqs_to_recv.items())
-    return [(name, order) for name, order in found if order is not None]
-
-
 def _address(entry: Any, facts: ReleaseFacts) -> tuple[Any, str]:
     """Returns where an entry has what it says of its peer, and what the names there begin with."""
     return (entry.remote, "") if facts.names_remote_request else (entry, "remote_")
@@ -247,8 +241,10 @@ def local_blocks(entry: Any, facts: ReleaseFacts) -> Any:
 
 def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]], facts: ReleaseFacts) -> None:
     """Gives the entry others of the peer's blocks to be read, per cache group."""
-    grouped = are_grouped(remote_blocks(entry, facts))
-    _keep_and_set(entry, [list(group) for group in blocks] if grouped else list(blocks[0]), facts)
+    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry, facts))
+    grouped = are_grouped(entry.local_block_ids)
+    named = [list(group) for group in blocks] if grouped else list(blocks[0])
+    _set_remote_blocks(entry, named, facts)
 
 
 def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
@@ -256,11 +252,12 @@ def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
 
     The release pairs the two lists one to one; kvpatch decides which bytes that means.
     """
-    _keep_and_set(entry, _zeros(local_blocks(entry, facts)), facts)
+    named = [[0] * len(group) for group in groups(local_blocks(entry, facts))]
+    replace_remote_blocks(entry, named, facts)
 
 
 def restore_remote_blocks(entry: Any, facts: ReleaseFacts) -> None:
-    """Undoes :func:`match_local_block_count` and :func:`replace_remote_blocks`.
+    """Undoes :func:`replace_remote_blocks`.
 
     A release that shakes hands again first (from 0.32) comes back with the same entry,
     and the peer may have turned into one like us.
@@ -268,11 +265,6 @@ def restore_remote_blocks(entry: Any, facts: ReleaseFacts) -> None:
     own = getattr(entry, _REMOTE_BLOCKS, None)
     if own is not None:
         _set_remote_blocks(entry, own, facts)
-
-
-def _keep_and_set(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
-    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry, facts))
-    _set_remote_blocks(entry, blocks, facts)
 
 
 def _set_remote_blocks(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
@@ -290,12 +282,6 @@ def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:
     if len(blocks) and not are_grouped(blocks):
         return (tuple(blocks),)
     return tuple(tuple(group) for group in blocks) or ((),)
-
-
-def _zeros(blocks: Any) -> Any:
-    if are_grouped(blocks):
-        return type(blocks)([0] * len(group) for group in blocks)
-    return [0] * len(blocks)
 
 
 def stated_end(worker: Any, engine_id: str, entry: Any, facts: ReleaseFacts) -> float | None:

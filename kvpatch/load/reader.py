@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpatch.core.errors import KvpatchError, UnexpectedRead, UnlikePrompts, UnpairableBlocks
+from kvpatch.core.errors import KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.observe.book import Book
 from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
@@ -36,30 +36,6 @@ if TYPE_CHECKING:
     from kvpatch.worker.local_geometry import LocalGeometry
     from kvpatch.worker.recurrent_state import StatePages
     from kvpatch.worker.registered_caches import LayerCache
-
-
-@dataclass
-class Reading:
-    """A request that we read.
-
-    Attributes:
-        tails_left: whether no read was told yet to zero what is behind its last token.
-        ranks: of the peer, of which reads have been prepared.
-        fate: of the first of these.
-    """
-
-    peer: Peer
-    request: ReadRequest
-    tails_left: bool = True
-    ranks: tuple[RemoteRank, ...] = ()
-    fate: Fate | None = None
-
-    def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
-        """Returns the ranks before one of which a read is prepared now."""
-        if rank in self.ranks:  # once more, for memory of another kind
-            return self.ranks[: self.ranks.index(rank)]
-        before, self.ranks = self.ranks, (*self.ranks, rank)
-        return before
 
 
 class RankRead(NamedTuple):
@@ -94,45 +70,40 @@ class RequestContext:
     """The state of one request while the release prepares its transfers.
 
     Attributes:
-        check: of the blocks to fill, ours or the release's; called until it has nothing to say.
+        request: what the scheduler knew of the load; None where kvpatch is not on there.
+        peer: the peer of another geometry that kvpatch reads from; None where the release reads.
         refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
             request there; an error anywhere before that would end the engine.
-        reading: what ours are planned from, in place of the release's; None where its stand.
-        arrived: when D was given the request, as ``time.monotonic`` counts; None if unknown.
-        is_read_back: whether a P reads an earlier turn back from a D.
         expires: when the peer has said that its blocks do; None where it does not.
-        is_refused: whether that was booked.
+        is_refused: whether a refusal was booked.
         is_as_read: whether what is read stays as it is placed.
         checks: make the checks of each of its reads, in the order in which the read asks them.
         when_prepared: called once all reads have been prepared; with False if nothing is read.
+        tails_left: whether no read was told yet to zero what is behind its last token.
+        ranks: of the peer, of which reads have been prepared.
+        fate: of the first of these.
     """
 
     request_id: str
     engine_id: str
-    check: Callable[[], None] | None = None
+    request: ReadRequest | None = None
+    peer: Peer | None = None
     refusal: KvpatchError | None = None
-    reading: Reading | None = None
-    arrived: float | None = None
-    is_read_back: bool = False
     expires: float | None = None
     is_refused: bool = False
     is_as_read: bool = True
     checks: list[MakeCheck] = field(default_factory=list)
     when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
+    tails_left: bool = True
+    ranks: tuple[RemoteRank, ...] = ()
+    fate: Fate | None = None
 
-    def check_blocks(self) -> None:
-        """Calls the check, here where the release makes a failed load of what it raises."""
-        if self.check is not None:
-            self.check()
-            self.check = None
-
-    def checks_of(self, rank: RankRead) -> tuple[Check, ...]:
-        """Returns the checks of a read, in the order in which it asks them."""
-        found: tuple[Check, ...] = ()
-        for make in self.checks:
-            check = make(rank, found)
-            found += () if check is None else (check,)
-        return found
+    def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
+        """Returns the ranks before one of which a read is prepared now."""
+        if rank in self.ranks:  # once more, for memory of another kind
+            return self.ranks[: self.ranks.index(rank)]
+        before, self.ranks = self.ranks, (*self.ranks, rank)
+        return before
 
 
 #: Adds to a load's context what makes the checks of its reads.
@@ -178,25 +149,16 @@ class ReadsOfOthers(Protocol):
 
     Attributes:
         pool: where staged reads land.
+        thread: the progress thread; None where reads go on in the engine's steps alone.
     """
 
     pool: StagingPool
+    thread: ProgressThread | None
 
-    @property
-    def thread(self) -> ProgressThread | None:
-        """Returns the progress thread; None where reads go on in the engine's steps alone."""
-
-    def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
-        """Returns the transfer that replaces vLLM's own, of one rank of the peer."""
-
-    def holding_all(self, numbers: Sequence[int]) -> list[int]:
-        """Returns those ranks that it takes to read every head that any of them holds."""
-
-    def admit(self, rank: RemoteRank) -> None:
-        """Books a rank that vLLM has admitted."""
-
-    def agent(self, number: int) -> str:
-        """Returns NIXL's name of a rank of the peer that is being read."""
+    def prepare(
+        self, agent: Any, context: RequestContext, ranks: Sequence[int], notification: bytes
+    ) -> OwnRead:
+        """Returns the transfer that replaces vLLM's own, from some ranks of the peer."""
 
 
 class Reader:
@@ -238,15 +200,11 @@ class Reader:
         self.book = Book()
         self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
-    def peer(self, engine_id: str) -> Peer | None:
-        return self.peers.get(engine_id)
-
     def keep(self, booked: Collection[str]) -> None:
         """Forgets the engines that the release has let go of, or never took on.
 
         It books an engine when all ranks have shaken hands. So an engine is forgotten that is not
-        booked
-        at two handshakes of others.
+        booked at two handshakes of others.
 
         Args:
             booked: the engines that the release knows, and the one that hands are shaken with.
@@ -256,28 +214,15 @@ class Reader:
             self.peers.pop(engine_id, None)
         self._unbooked = unbooked
 
-    def admit_like(self, engine_id: str) -> None:
-        """Books a rank of a peer like us, which the release reads."""
-        self.peers.pop(engine_id, None)
-
     @property
     def thread(self) -> ProgressThread | None:
         """The thread of heterogeneous reads; None in steps alone, and before the first peer."""
         return None if self.heterogeneous is None else self.heterogeneous.thread
 
     @property
-    def has_state(self) -> bool:
-        return bool(self.destination.states)
-
-    @property
     def is_for_all(self) -> bool:
         """True if kvpatch must read identical peers too: vLLM was shown stand-in tensors."""
         return self.layers is not self.ours.layers
-
-    @property
-    def reads_all(self) -> bool:
-        """True if identical peers are read by kvpatch for any reason."""
-        return self.is_for_all or self.ours.misreads_blocks
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -293,11 +238,6 @@ class Reader:
                 if isinstance(error, UnlikePrompts | UnpairableBlocks):
                     self.failed_checks.append(context.request_id)
             raise
-
-    def is_reading(self) -> str | None:
-        """Returns the engine that kvpatch reads from; None where vLLM reads."""
-        context = self.context
-        return None if context is None or context.reading is None else context.engine_id
 
     def lifetime_of(
         self,
@@ -323,7 +263,10 @@ class Reader:
         lease, mask = self._lease(context, agent, releases), self.masks.get(agent)
         is_paced = self.thread is not None and taken is not None
         rank = RankRead(number, agent, mask, lease, is_paced, taken, is_idle)
-        checks = context.checks_of(rank)  # P's answer may be of an engine with fewer ranks
+        checks: tuple[Check, ...] = ()
+        for make in context.checks:  # P's answer may be of an engine with fewer ranks
+            check = make(rank, checks)
+            checks += () if check is None else (check,)
         if is_idle:
             return Lifetime()
         fail = partial(self.failed_checks.append, context.request_id)
@@ -334,11 +277,7 @@ class Reader:
     def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
         if context.expires is not None:
             return Lease(context.expires)
-        leases = self.leases.at(releases)
-        return leases.lease(agent, context.arrived, is_read_back=context.is_read_back)
-
-    def being_read(self) -> Reading:
-        """Returns what is being read from a peer of another geometry."""
-        if self.context is None or self.context.reading is None:
-            raise UnexpectedRead("a transfer was prepared outside a request")
-        return self.context.reading
+        request, leases = context.request, self.leases.at(releases)
+        if request is None:
+            return Lease()
+        return leases.lease(agent, request.arrived, is_read_back=request.is_read_back)

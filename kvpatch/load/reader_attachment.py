@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.core.proxies import AgentProxy
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.proxies import AgentProxy, replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Destination, Reader
-from kvpatch.load.transfer_handles import watch_divided_blocks
 from kvpatch.peer.agent_metadata import places_digest
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.inspected_caches import (
@@ -57,28 +59,41 @@ def attach_reader(
     if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
-    is_read = can_read(release, own)
-    if state.held(RegisteredCrossLayerBlocks) is not None and not is_read:
-        raise RegistrationRefused(
-            "kvcached's contiguous layout cannot be read into here (context parallelism, vLLM's "
-            "own host buffer, kernel blocks smaller than the tensors', or recurrent states that "
-            "are not one behind the other)",
-            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
-        )
-    if is_read and own.cache is not None and own.behind is not None:
-        agent = _own_agent(worker.nixl_wrapper)
-        ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
-        reader = _reader(worker, kv_caches, own, ours)
-        reader.leases = leases_of(worker, release.facts)
-        reader.understood = Notifications(worker, release.facts).understood
-        reader.book = state.book
-        makers = state.of(CheckMakers).values()
-        reader.check_makers = tuple(make(release, own, reader) for make in makers)
-        state.hold(ours)
-        state.hold(reader)
-        worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
-        watch_divided_blocks(worker, release.facts)
-        release.admit_larger_blocks()
+    if not can_read(release, own) or own.cache is None or own.behind is None:
+        if state.held(RegisteredCrossLayerBlocks) is not None:
+            raise RegistrationRefused(
+                "kvcached's contiguous layout cannot be read into here (context parallelism, "
+                "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
+                "states that are not one behind the other)",
+                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+            )
+        return
+    agent = worker.nixl_wrapper
+    if isinstance(agent, ReadingAgent):  # of an earlier registration
+        agent.stop_reading()
+        agent = agent.__wrapped__
+    else:
+        agent = AgentProxy(agent)
+    ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
+    layers, groups, _ = own.cache
+    behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
+    device, mode = kv_caches[next(iter(layers))].device, "staged"
+    if behind is None:
+        shown, mode = None if blocks is None else layers, settings.transfer_mode()
+        destination = Destination(kv_caches, device, shown, blocks, states=own.states)
+    else:  # the device's cache behind what is registered
+        destination = Destination(behind.tensors, device, own.behind[0], caches=behind.caches)
+    reader = Reader(ours, groups, destination, mode)
+    reader.leases = leases_of(worker, release.facts)
+    reader.understood = Notifications(worker, release.facts).understood
+    reader.book = state.book
+    makers = state.of(CheckMakers).values()
+    reader.check_makers = tuple(make(release, own, reader) for make in makers)
+    state.hold(ours)
+    state.hold(reader)
+    worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
+    watch_divided_blocks(worker, release.facts)
+    release.admit_larger_blocks()
 
 
 def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:
@@ -116,14 +131,6 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
             or are_in_regions(release, own.states)
         )
     )
-
-
-def _own_agent(agent: Any) -> AgentProxy:
-    """Returns what stands for NIXL's own agent, also for the reads of an earlier registration."""
-    if isinstance(agent, ReadingAgent):
-        agent.stop_reading()
-        return agent.__wrapped__  # type: ignore[no-any-return]
-    return AgentProxy(agent)
 
 
 def _local_geometry(
@@ -170,19 +177,46 @@ def _with_states(
     return replace(ours, states=shown, cross_layer_places=cross_layer.form.places)
 
 
-def _reader(
-    worker: Any, kv_caches: Mapping[str, Any], own: InspectedCaches, ours: LocalGeometry
-) -> Reader:
-    """The reader of what a worker has registered, or of the device's cache behind it."""
-    if own.cache is None or own.behind is None:
-        raise UnexpectedCaches("a cache that cannot be read into has no reader")
-    layers, groups, _ = own.cache
-    state = worker_state(worker)
-    behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
-    device = kv_caches[next(iter(layers))].device
-    if behind is None:
-        shown = None if blocks is None else layers
-        destination = Destination(kv_caches, device, shown, blocks, states=own.states)
-        return Reader(ours, groups, destination, settings.transfer_mode())
-    destination = Destination(behind.tensors, device, own.behind[0], caches=behind.caches)
-    return Reader(ours, groups, destination, "staged")
+# --- the release's handles of its own blocks in parts, of which reads by kvpatch need none ---
+
+#: Stands for any list of handles; a transfer with one of these fails.
+_NO_HANDLES: defaultdict[int, None] = defaultdict(lambda: None)
+
+
+class DividedBlockHandles(dict[Any, Any]):
+    """The release's handles of its own blocks in parts, which it makes once for a ratio.
+
+    It asks whether they are there before it makes them, every block of the cache once for each
+    rank of the peer. They are said to be where that peer is read by us, whose plans need none.
+    """
+
+    def __init__(self, prepared: dict[Any, Any]) -> None:
+        super().__init__(prepared)
+        # Handshakes have threads of their own.
+        self._this_thread = threading.local()
+
+    def __contains__(self, key: object) -> bool:
+        return getattr(self._this_thread, "makes_none", False) or super().__contains__(key)
+
+    def __missing__(self, key: object) -> defaultdict[int, None]:
+        return _NO_HANDLES
+
+    def making_none(self) -> AbstractContextManager[None]:
+        """Makes this thread find handles for all ratios, while inside."""
+        return replaced(self._this_thread, makes_none=True)
+
+
+def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
+    """Makes a worker's table a :class:`DividedBlockHandles`; a second call changes nothing."""
+    if not facts.divides_own_blocks:
+        return
+    table = worker.src_xfer_handles_by_tp_ratio
+    if not isinstance(table, DividedBlockHandles):
+        table = worker.src_xfer_handles_by_tp_ratio = DividedBlockHandles(table)
+    worker_state(worker).hold(table)
+
+
+def blocks_undivided(worker: Any) -> AbstractContextManager[None]:
+    """Keeps the release from dividing the worker's blocks for a peer, while inside."""
+    table = worker_state(worker).held(DividedBlockHandles)
+    return nullcontext() if table is None else table.making_none()

@@ -78,12 +78,9 @@ def _register(
     if "host_buffer" in steps and state.is_host_buffered:
         _refuse_without_reads(release, reads=reads)
         kv_caches = steps["host_buffer"](release, kv_caches)
-    if "stale_blocks" in steps:
-        steps["stale_blocks"](release)
-    if "digests" in steps:
-        steps["digests"](release)
-    if "failed_loads" in steps:
-        steps["failed_loads"](worker)
+    for slug in ("stale_blocks", "digests", "failed_loads"):
+        if slug in steps:
+            steps[slug](release)
     own = inspect(release, kv_caches) if reads else None
     if "block_count" in steps:
         from kvpatch.kvcached.pools import count_blocks

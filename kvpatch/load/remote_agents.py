@@ -18,9 +18,9 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.reader import Reader
+from kvpatch.load.reader_attachment import blocks_undivided
 from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
-from kvpatch.load.transfer_handles import blocks_undivided
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
 from kvpatch.peer.homogeneous_view import (
@@ -30,7 +30,7 @@ from kvpatch.peer.homogeneous_view import (
     homogeneous_metadata,
     taken_for_like,
 )
-from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
+from kvpatch.peer.other_releases import PeerReleases, read_statement
 from kvpatch.peer.peer_hash import NamedPeers
 from kvpatch.peer.stated_words import (
     CONTENTS,
@@ -49,7 +49,7 @@ from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import shared_rows
-from kvpatch.worker.state import WorkerState, release_worker, worker_state
+from kvpatch.worker.state import WorkerState, worker_state
 from kvpatch.worker.state_division import divided_states
 
 if TYPE_CHECKING:
@@ -62,34 +62,41 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     """Returns this worker's cache, as far as a peer is judged by it."""
-    state = worker_state(release.worker)
+    state, worker = worker_state(release.worker), release.worker
     reader = state.held(Reader)
     if reader is None:
         return _unread_cache(release)
-    staging_bytes = settings.staging_bytes() if reader.mode == "staged" else None
+    ours, drafts = reader.ours, reserves_slots(worker.vllm_config)
+    behind = state.held(DeviceCaches)
     return LocalCache(
-        reader.ours,
+        ours,
         reader.planes,
-        staging_bytes=staging_bytes,
-        reads_all=reader.reads_all,
+        staging_bytes=settings.staging_bytes() if reader.mode == "staged" else None,
+        reads_all=reader.is_for_all or ours.misreads_blocks,
         hides_ends=hides_ends_of_lists(
-            release.worker.vllm_config,
-            reader.groups,
-            layers_differ_in_shape=reader.ours.layers_differ_in_shape,
+            worker.vllm_config, reader.groups, layers_differ_in_shape=ours.layers_differ_in_shape
         ),
-        is_plain=not any(group.window_tokens for group in reader.groups)
-        and not reserves_slots(release.worker.vllm_config),
-        has_sure_layout=_has_sure_layout(state, reader.ours),
+        is_plain=not (drafts or any(group.window_tokens for group in reader.groups)),
+        # A stock peer on a device without storages states the layout that was asked for, and its
+        # host buffer has the one of its tensors' shapes.
+        has_sure_layout=behind is None
+        or behind.caches is None
+        or all(layer.has_heads_by_turns for layer in ours.layers.values()),
         declared=declared_geometry(),
     )
 
 
 def _unread_cache(release: ReleaseWorker) -> UnreadCache:
-    worker, knows_keys = release.worker, release.key_order() is not None
+    worker, facts = release.worker, release.facts
+    knows_keys, layout = release.key_order() is not None, worker.kv_cache_layout
+    if knows_keys and facts.has_host_buffer and worker.use_host_buffer:
+        layout = worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
+    elif knows_keys and not facts.states_layout:
+        layout = None
     return UnreadCache(
         worker.block_size,
         worker.world_size,
-        _layout_of(worker, release.facts) if knows_keys else worker.kv_cache_layout,
+        layout,
         worker.backend_name,
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
@@ -101,19 +108,13 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         state_bytes=release.state_bytes,
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
         shares_tokens=max(release.context_sizes, default=1) > 1
-        and not release.facts.states_context_parallelism,
+        and not facts.states_context_parallelism,
     )
 
 
 def _kinds_of(release: ReleaseWorker) -> Mapping[str, Kind]:
     layers = release.worker.device_kv_caches if release.facts.has_host_buffer else ()
     return {layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers}
-
-
-def _layout_of(worker: Any, facts: ReleaseFacts) -> str | None:
-    if facts.has_host_buffer and worker.use_host_buffer:
-        return worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
-    return worker.kv_cache_layout if facts.states_layout else None
 
 
 def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
@@ -124,20 +125,6 @@ def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
     is_by_column = form is not None and form.by_column
     is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or is_by_column
     return is_cpus and may_be_tiled(ours, peer)
-
-
-def _has_sure_layout(state: WorkerState, ours: LocalGeometry) -> bool:
-    """True if peers on devices like ours have the layout that they state.
-
-    A stock peer on a device without storages states the layout that was asked for, and its host
-    buffer has the one of its tensors' shapes.
-    """
-    device = state.held(DeviceCaches)
-    return (
-        device is None
-        or device.caches is None
-        or all(layer.has_heads_by_turns for layer in ours.layers.values())
-    )
 
 
 # --- what is done ---------------------------------------------------------------------------
@@ -153,16 +140,27 @@ class Handshake:
     """
 
     wrapped: Callable[..., Any]
-    worker: Any
-    facts: ReleaseFacts
+    release: ReleaseWorker
     metadata: Any
     tp_rank: int
     tp_size: int
     contexts: tuple[Any, ...]
 
+    @cached_property
+    def worker(self) -> Any:
+        return self.release.worker
+
+    @cached_property
+    def facts(self) -> ReleaseFacts:
+        return self.release.facts
+
+    @cached_property
+    def state(self) -> WorkerState:
+        return worker_state(self.worker)
+
     def read(self, local: LocalCache | UnreadCache) -> AgentMetadata:
         """Returns what the peer states, as far as our side of it asks."""
-        named = worker_state(self.worker).of(NamedPeers).accepted()
+        known, named = self.state.held(PeerReleases), self.state.of(NamedPeers).accepted()
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
                 f"{named}, which is accepted where kvpatch reads into the cache, and it "
@@ -170,7 +168,9 @@ class Handshake:
                 "layers that share caches)",
                 "use one of each on both sides",
             )
-        statement = self._statement()
+        # What a P of another release has stated in its own words.
+        stated = self.metadata.engine_id, self.tp_rank
+        statement = None if known is None else known.stated(*stated)
         if statement is None:
             self._check_contents()
         if isinstance(local, UnreadCache) and statement is not None:
@@ -184,7 +184,7 @@ class Handshake:
             peer = read_agent_metadata(self.metadata, self.facts, *ranks)
         else:
             peer = read_statement(statement, self.facts, *ranks)
-        reader = worker_state(self.worker).held(Reader)
+        reader = self.state.held(Reader)
         if reader is not None:
             # Both grow in other threads; what is on its way is a future.
             booked = tuple(self.worker._remote_agents), tuple(self.worker._handshake_futures)
@@ -205,9 +205,9 @@ class Handshake:
 
     def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:
         """Returns the peer with its host buffer's layout, which vLLM's own may state wrongly."""
-        release, state = release_worker(self.worker), worker_state(self.worker)
+        release = self.release
         is_open = self.facts.encodes_metadata and release.is_where_mirrors_are
-        is_open = is_open and state.is_host_buffered and release.memory_layout is not None
+        is_open = is_open and self.state.is_host_buffered and release.memory_layout is not None
         if not is_open or self.worker.use_mla:
             return peer
         told = self._words.get(LAYOUT)
@@ -222,19 +222,14 @@ class Handshake:
     @cached_property
     def _words(self) -> Mapping[str, object]:
         """Returns what the rank answers, its own kvpatch's words among it; asked for once."""
-        channels = worker_state(self.worker).of(SideChannels)
+        channels = self.state.of(SideChannels)
         return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
 
     def _check_contents(self) -> None:
         """Refuses a P whose blocks of states or rings hold something else than ours."""
-        ours = contents_of(ReleaseWorker(self.worker, self.facts))
+        ours = contents_of(self.release)
         if ours is not None:
             check_contents(ours, self._words.get(CONTENTS))
-
-    def _statement(self) -> Statement | None:
-        """Returns what a P of another release has stated in its own words; None of any other."""
-        found = worker_state(self.worker).held(PeerReleases)
-        return None if found is None else found.stated(self.metadata.engine_id, self.tp_rank)
 
     def act(self, decision: Decision) -> Any:
         """Carries out a decision: the release adds the peer in the form that was decided.
@@ -244,25 +239,24 @@ class Handshake:
         """
         if isinstance(decision, PeerRefused):
             raise decision
-        state = worker_state(self.worker)
-        named = state.of(NamedPeers).accepted()
+        named = self.state.of(NamedPeers).accepted()
         if named is not None:
             _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
         if decision.open_to:
             self._warn(decision.open_to)
         if isinstance(decision, Read):
-            return self._add_heterogeneous(decision.mapping, _reader(state))
-        reader, engine_id = state.held(Reader), self.metadata.engine_id
+            return self._add_heterogeneous(decision.mapping, self._reader())
+        reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
-            if reader.has_state:
+            if reader.destination.states:
                 book_own_cut(self.worker, self.facts, reader.ours, engine_id)
-            reader.admit_like(engine_id)
+            reader.peers.pop(engine_id, None)
         return self.as_release()
 
     def _warn(self, variables: Sequence[str]) -> None:
         """Warns once of a peer that is taken for a like engine."""
         engine_id = self.metadata.engine_id
-        warned = worker_state(self.worker).of(SideChannels).warned
+        warned = self.state.of(SideChannels).warned
         if engine_id in warned:
             return
         warned[engine_id] = None
@@ -314,12 +308,11 @@ class Handshake:
         with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
             return self._book(view, ranks)
 
-
-def _reader(state: WorkerState) -> Reader:
-    reader = state.held(Reader)
-    if reader is None:
-        raise PeerRefused(
-            "a worker registered its caches anew in the middle of a handshake",
-            "send the request again",
-        )
-    return reader
+    def _reader(self) -> Reader:
+        reader = self.state.held(Reader)
+        if reader is None:
+            raise PeerRefused(
+                "a worker registered its caches anew in the middle of a handshake",
+                "send the request again",
+            )
+        return reader

@@ -47,13 +47,8 @@ def shares_of(
             f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}",
             "send both engines the same prompt",
         )
-    stated = peer.block_tokens or ours.block_tokens
-    tokens = [
-        next((block_tokens[name] for name in group.layers if name in block_tokens), stated)
-        if block_tokens
-        else stated
-        for group in groups
-    ]
+    stated, known = peer.block_tokens or ours.block_tokens, block_tokens or {}
+    tokens = [next((known[n] for n in group.layers if n in known), stated) for group in groups]
     found = []
     for number, group in enumerate(groups):
         if not request.local_blocks[number] or group.has_state:
@@ -151,9 +146,8 @@ def finished_blocks(
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         if group.has_state:
             continue
-        freed = next((i for i, block in enumerate(table) if block != _NULL_BLOCK), len(table))
         size, parts = _own_tokens(ours, group), ours.kernel_blocks_per_block
-        yield number, BlockList(kernel_blocks(table[freed:], parts), size, freed * size * parts)
+        yield number, window_end(table, size, parts, len(table))
 
 
 def tails_of(
@@ -211,7 +205,7 @@ def _remote_blocks(
             if not (group.window_tokens or group.has_state) and size == block_tokens
         ]
         held = -(-request.remote_tokens // (block_tokens * parts))
-        blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
+        blocks = window_end(found, block_tokens, parts, max(whole, default=held))
     else:
         blocks = BlockList(kernel_blocks(found, parts), block_tokens)
     outside = blocks.block_ids[blocks.block_ids >= peer.blocks]
@@ -228,7 +222,7 @@ def _remote_blocks(
 _NULL_BLOCK = 0
 
 
-def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block: int) -> BlockList:
+def window_end(found: Sequence[int], block_tokens: int, parts: int, end_block: int) -> BlockList:
     """Returns the last blocks of a table that ends before block ``end_block``."""
     freed = next((i for i, block in enumerate(found) if block != _NULL_BLOCK), len(found))
     first = end_block - len(found) + freed
@@ -244,17 +238,23 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
 def _local_blocks(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest, number: int
 ) -> BlockList:
-    """Returns our blocks; the length of a list tells where it starts."""
-    parts = ours.kernel_blocks_per_block
-    block_tokens = _own_tokens(ours, groups[number])
-    logical_tokens = block_tokens * parts
+    """Returns our blocks, without those for tokens to be drafted."""
     found = request.local_blocks[number]
     found = found[: len(found) - _drafted_blocks(ours, groups, request)]
-    first = (-(-request.tokens // logical_tokens) - len(found)) * logical_tokens
+    block_tokens = _own_tokens(ours, groups[number])
+    return blocks_to_end(found, request.tokens, block_tokens, ours.kernel_blocks_per_block)
+
+
+def blocks_to_end(
+    found: Sequence[int], tokens: int, block_tokens: int, parts: int = 1
+) -> BlockList:
+    """Returns blocks that end with a prompt's last token: their number tells where they start."""
+    logical_tokens = block_tokens * parts
+    first = (-(-tokens // logical_tokens) - len(found)) * logical_tokens
     if first < 0:
         raise UnexpectedRead(
-            f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {request.tokens}: "
-            "expected no more than it fills"
+            f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {tokens}: expected no "
+            "more than it fills"
         )
     return BlockList(kernel_blocks(found, parts), block_tokens, first)
 

@@ -96,7 +96,7 @@ def _add_remote_agent(
 
     told = nixl_agent_meta, remote_tp_rank, remote_tp_size
     release = release_worker(instance)
-    handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
+    handshake = Handshake(wrapped, release, *told, contexts)
     if not release.pulls:
         return handshake.as_release()
     with worker_state(instance).book.refusals():

@@ -789,7 +789,7 @@ class Player(Engine):
             if reader is not None:
                 made = reader.heterogeneous
                 staging += 0 if made is None else made.pool.taken_bytes
-                reading |= reader.is_reading() is not None
+                reading |= reader.context is not None
         return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
 
     def _has_lost(self) -> bool:

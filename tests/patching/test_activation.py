@@ -248,7 +248,6 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
 _OF_OTHERS = (
     *(
         "load.heterogeneous_reads",
-        "load.chosen_ways",
         "load.token_pairing",
         "geometry.staged_plan",
     ),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.load.transfer_handles import blocks_undivided, watch_divided_blocks
+from kvpatch.load.reader_attachment import blocks_undivided, watch_divided_blocks
 
 pytestmark = pytest.mark.patching
 

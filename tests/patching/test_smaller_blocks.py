@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.segments import BlockList, kernel_blocks
+from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.smaller_blocks import Blocks, why_misread
-from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, paired, remote_slice
+from kvpatch.load.smaller_blocks_pairing import mend_pairing, remote_slice
 from kvpatch.peer.decision import Decision, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.state import worker_state
 
 from .test_remote_geometry import stating
 
@@ -32,6 +35,10 @@ def _as_the_release_pairs(
     held = remote * theirs.parts
     count = min(mapped, held)
     return (0 if from_front else held - count), count
+
+
+def _listed(blocks: int, first_token: int, of: Blocks) -> BlockList:
+    return BlockList(kernel_blocks(range(blocks), 1), of.tokens, first_token)
 
 
 @given(
@@ -52,7 +59,7 @@ def test_what_is_left_is_paired_by_token(
     remote = -(-tokens // theirs.tokens)
 
     kept = remote_slice(
-        Listed(local, first), Listed(remote, 0), ours, theirs, from_front=from_front
+        _listed(local, first, ours), _listed(remote, 0, theirs), from_front=from_front
     )
 
     if kept is None:  # only where no list of whole blocks of P's would do
@@ -66,15 +73,16 @@ def test_what_is_left_is_paired_by_token(
 
 
 def test_a_list_that_need_not_change_does_not() -> None:
-    found = remote_slice(Listed(3, 0), Listed(5, 0), Blocks(64, 1), Blocks(32, 1), from_front=False)
+    local, remote = _listed(3, 0, Blocks(64, 1)), _listed(5, 0, Blocks(32, 1))
+    found = remote_slice(local, remote, from_front=False)
     assert found == (0, 5)
 
 
 @pytest.mark.parametrize(("first", "remote_first"), [(0, 64), (96, 0)])
 def test_blocks_that_do_not_meet(first: int, remote_first: int) -> None:
-    ours, theirs = Blocks(96, 1), Blocks(64, 1)
-    local, remote = Listed(1, first), Listed(3, remote_first)
-    assert remote_slice(local, remote, ours, theirs, from_front=False) is None
+    local = _listed(1, first, Blocks(96, 1))
+    remote = _listed(3, remote_first, Blocks(64, 1))
+    assert remote_slice(local, remote, from_front=False) is None
 
 
 # --- a request ------------------------------------------------------------------
@@ -91,15 +99,14 @@ class _Agent:
         return "a transfer"
 
 
-def _pairing(ours: Blocks, theirs: Blocks) -> Pairing:
-    return Pairing("P", _ATTENTION, ours, theirs, FACTS["0.32.0"])
-
-
 def _worker(dcp_size: int = 1) -> Any:
     """A stand-in of 0.32's worker."""
-    booked = SimpleNamespace(remote_dcp_size=1)
-    return SimpleNamespace(
+    booked = SimpleNamespace(
+        remote_dcp_size=1, remote_block_size=32, remote_physical_blocks_per_logical=1
+    )
+    found = SimpleNamespace(
         block_size=64,
+        _physical_blocks_per_logical_kv_block=1,
         dcp_size=dcp_size,
         transfer_topo=SimpleNamespace(get_engine_info=lambda _: booked),
         use_mla=True,
@@ -112,6 +119,8 @@ def _worker(dcp_size: int = 1) -> Any:
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         ),
     )
+    worker_state(found).facts = FACTS["0.32.0"]
+    return found
 
 
 def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
@@ -130,19 +139,25 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
 def test_without_a_token_count_a_hit_may_be_anywhere() -> None:
     meta = _meta([1], [10, 11], None)  # 97 to 192 tokens, in blocks of 64 two or three
     with pytest.raises(ReadRefused, match="ENABLE_KVPATCH"):
-        mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(48, 2)))
+        mend_pairing(_worker(), meta, _ATTENTION, (Blocks(64, 1), Blocks(48, 2)))
 
 
 def test_context_parallelism_pairs_one_to_one() -> None:
     meta = _meta([1], [10, 11], 60)
     with pytest.raises(ReadRefused, match="context parallelism"):
-        mend_pairing(_worker(dcp_size=2), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
+        mend_pairing(_worker(dcp_size=2), meta, _ATTENTION, (Blocks(64, 1), Blocks(32, 1)))
 
 
 def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
     worker, meta = _worker(), _meta([1], [10, 11, 12], 150)
-    own = worker.nixl_wrapper
-    with paired(worker, meta, _pairing(Blocks(48, 2), Blocks(64, 1))):
+    own, booked = worker.nixl_wrapper, worker.transfer_topo.get_engine_info("P")
+    worker.block_size, worker._physical_blocks_per_logical_kv_block = 48, 2
+    booked.remote_physical_blocks_per_logical = 2
+    spec = SimpleNamespace(kv_cache_specs=None)
+    worker.kv_cache_config = SimpleNamespace(
+        transfer_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
+    )
+    with request_read(worker, "request", meta):
         count = len(meta.remote.block_ids[0])
         with pytest.raises(ReadRefused, match="--block-size"):
             worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0] * count, b"req:1")

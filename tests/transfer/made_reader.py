@@ -12,13 +12,13 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
-from kvpatch.load.chosen_ways import Progress
 from kvpatch.load.heterogeneous_reads import HeterogeneousReads
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Destination, Reader, Reading, RequestContext
+from kvpatch.load.reader import Destination, Reader, RequestContext
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
@@ -83,15 +83,15 @@ def preparing(
     ours: Sequence[Plane],
     memory: torch.Tensor,
     pool: StagingPool,
-    progress: Progress,
-    mode: str,
+    nixl: Any,
+    thread: ProgressThread,
     agent: str,
 ) -> Callable[[Sequence[int], Sequence[int], int], OwnRead]:
-    """(local blocks, remote blocks, tokens) -> a read, made as in the step that loads a request.
+    """(local blocks, remote blocks, tokens) -> a staged read, as in the step that loads it.
 
     Args:
         memory: that all of our planes lie in.
-        mode: ``auto``, ``direct`` or ``staged``.
+        nixl: the agent of the thread.
         agent: NIXL's name of the peer.
     """
     names = list(_by_layer(ours))
@@ -99,16 +99,15 @@ def preparing(
         _local_geometry(ours),
         (Group(frozenset(names), window_tokens=0),),
         Destination(dict.fromkeys(names, memory), memory.device),
-        mode,
+        "staged",
     )
-    reads = HeterogeneousReads(reader, pool, progress)
+    reads = HeterogeneousReads(reader, nixl, pool, thread)
     reader.peers[_P] = peer = Peer({0: _rank(theirs, ours, agent)})
 
     def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
         request = ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),), waited=0.0)
-        context = RequestContext("request", _P, reading=Reading(peer, request))
+        context = RequestContext("request", _P, request, peer)
         with replaced(reader, context=context):
-            nixl: Any = progress.agent
-            return reads.prepare(nixl, 0, b"read")
+            return reads.prepare(None, context, [0], b"read")
 
     return prepare

@@ -193,11 +193,16 @@ def check_hold(table: HoldTable, context: RequestContext, request: ReadRequest) 
         context.refusal = error
         return
     if hold is not None:
-        context.checks.append(partial(_of_rank, table, hold, context))
+        context.checks.append(partial(_of_rank, table, hold, context, request))
 
 
 def _of_rank(
-    table: HoldTable, hold: Hold, context: RequestContext, rank: RankRead, _: tuple[Check, ...]
+    table: HoldTable,
+    hold: Hold,
+    context: RequestContext,
+    request: ReadRequest,
+    rank: RankRead,
+    _: tuple[Check, ...],
 ) -> HoldCheck | None:
     """Asks a rank of the peer for its word; None where it cannot be asked.
 
@@ -216,9 +221,9 @@ def _of_rank(
     address = hold.tables[rank.number] ^ rank.mask
     if table.missed[rank.agent, address] >= MOST_MISSED:
         return None
-    vouched = time.monotonic() if context.arrived is None else context.arrived
+    vouched = time.monotonic() if request.arrived is None else request.arrived
     ends = rank.lease.granted if rank.lease.heartbeats is None else inf
     return HoldCheck(
-        *(table, rank.agent, address, hold.generation, vouched, ends, context.is_read_back),
+        *(table, rank.agent, address, hold.generation, vouched, ends, request.is_read_back),
         is_paced=rank.is_paced,
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.smaller_blocks import JoiningCache, why_joined_wrongly
+from kvpatch.load.smaller_blocks import why_joined_wrongly
 from kvpatch.peer.decision import Decision, LocalCache, Read, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
@@ -164,9 +164,8 @@ def _of_stock(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdi
     if all(isinstance(one, Stock) for one in exact):
         return Verdict(Outcome.IDENTICAL, way="vLLM's own")
     if p.kernel_tokens < d.kernel_tokens:
-        joining = JoiningCache(d.key_order, 1, d.caches.is_mla, d.layout)
         reason = f"P's blocks of {p.kernel_tokens} tokens become D's of {d.kernel_tokens}: vLLM "
-        wrong = why_joined_wrongly(joining, d.facts)
+        wrong = why_joined_wrongly(d.key_order, 1, d.layout, d.facts, is_mla=d.caches.is_mla)
         if not wrong and not d.has_prefix_cache:
             reason += "does so rightly for some prompts only"
             return Verdict(Outcome.UNKNOWN, reason, _SAME_BLOCKS)

@@ -16,10 +16,8 @@ from packaging.version import Version
 from kvpatch.core.releases import FACTS
 from kvpatch.legacy.failed_loads import (
     FailedGroupLoads,
-    FailedRequestQueue,
-    FailedRequestSet,
+    FailedRequests,
     pop_one_by_one,
-    report_failed,
     whole_requests,
 )
 from kvpatch.patches.failed_loads import PATCH
@@ -55,7 +53,7 @@ class TestSeveralGroups:
         worker = _worker(failed={"a"}, failures=failures, a=([1], [2]), b=([3], [4]))
         worker._failed_recv_reqs.add("b")
 
-        received = report_failed(worker, worker._failed_recv_reqs) | {"c"}
+        received = worker._failed_recv_reqs.take() | {"c"}
 
         loading = {"a": ([1], [2]), "b": ([3], [4]), "c": ([5], [6])}
         assert failures.report(received, loading) == {"a", "b", "c"}
@@ -99,7 +97,7 @@ class TestLastToFirst:
         own = Queue()
         for name in failed:
             own.put(name)
-        worker._failed_recv_reqs = FailedRequestQueue(worker, own)
+        worker._failed_recv_reqs = FailedRequests(worker, own)
         return worker
 
     def _drained(self, worker):
@@ -140,39 +138,40 @@ class _Worker(SimpleNamespace):
 
 def _worker(*, failed=(), reading=(), failures=None, **blocks):
     """A stand-in: requests that are loaded, by name, with their blocks."""
-    return _Worker(
+    worker = _Worker(
         nixl_wrapper=_NixlAgent(),
-        _failed_recv_reqs=FailedRequestSet(failed, failures),
         _recving_transfers=dict.fromkeys(reading, [1]),
         _recving_metadata={
             name: SimpleNamespace(local_block_ids=found) for name, found in blocks.items()
         },
         _invalid_block_ids=set(),
     )
+    worker._failed_recv_reqs = FailedRequests(worker, failed, failures)
+    return worker
 
 
 class TestReporting:
     def test_a_failed_request_is_reported_once_and_forgotten(self):
         worker = _worker(failed={"a"}, a=[1], b=[2])
 
-        assert report_failed(worker, worker._failed_recv_reqs) == {"a"}
-        assert report_failed(worker, worker._failed_recv_reqs) == set()
+        assert worker._failed_recv_reqs.take() == {"a"}
+        assert worker._failed_recv_reqs.take() == set()
         assert set(worker._recving_metadata) == {"b"}
 
     def test_not_while_another_of_its_reads_goes_on(self):
         worker = _worker(failed={"a"}, reading={"a"}, a=[1])
-        assert report_failed(worker, worker._failed_recv_reqs) == set()
+        assert worker._failed_recv_reqs.take() == set()
         assert set(worker._recving_metadata) == {"a"}, "the release looks it up"
 
         worker._recving_transfers.clear()
 
-        assert report_failed(worker, worker._failed_recv_reqs) == {"a"}
+        assert worker._failed_recv_reqs.take() == {"a"}
 
     @pytest.mark.parametrize("blocks", [[], (), ([], [])])
     def test_not_one_that_nothing_was_to_be_loaded_for(self, blocks):
         worker = _worker(failed={"a"}, a=blocks)
 
-        assert report_failed(worker, worker._failed_recv_reqs) == set()
+        assert worker._failed_recv_reqs.take() == set()
         assert not worker._recving_metadata
 
 
@@ -225,9 +224,7 @@ class TestBrokenReads:
     def test_one_that_raises_fails_alone(self, error):
         worker, transfers, failed = _worker(), dict(self.TRANSFERS), []
 
-        done = pop_one_by_one(
-            worker, _pop_done(worker, error), transfers, (RuntimeError,), failed.append
-        )
+        done = pop_one_by_one(worker, _pop_done(worker, error), transfers, failed.append)
 
         assert done == {"a", "b"}
         assert failed == ["broken"]
@@ -237,9 +234,7 @@ class TestBrokenReads:
     def test_one_that_cannot_be_released_twice(self):
         worker, transfers, failed = _worker(), {"broken": [2, 2]}, []
 
-        pop_one_by_one(
-            worker, _pop_done(worker, _Disconnected("gone")), transfers, (), failed.append
-        )
+        pop_one_by_one(worker, _pop_done(worker, _Disconnected("gone")), transfers, failed.append)
 
         assert (failed, transfers) == (["broken"], {})
 
