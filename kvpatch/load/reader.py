@@ -104,7 +104,6 @@ class RequestContext:
         is_refused: whether that was booked.
         is_as_read: whether what is read stays as it is placed.
         checks: make the checks of each of its reads, in the order in which the read asks them.
-        when_prepared: called once all reads have been prepared; with False if nothing is read.
     """
 
     request_id: str
@@ -118,7 +117,6 @@ class RequestContext:
     is_refused: bool = False
     is_as_read: bool = True
     checks: list[MakeCheck] = field(default_factory=list)
-    when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
 
     def check_blocks(self) -> None:
         """Calls the check, here where the release makes a failed load of what it raises."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_weights import ROW_WORDS, UInt64Array, Weights
-from kvpatch.checks.digests.digests import Digests, Name, ranges_of
+from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights
+from kvpatch.checks.digests.digests import Digests, Extent, compare, ranges_of
+from kvpatch.geometry.plane import Content, HeadName
 
 _ALL_BITS = 2**64 - 1
 
@@ -45,17 +46,46 @@ def _halves(sums: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int
     return total & _ALL_BITS
 
 
+def digests_of(
+    cells: Mapping[tuple[str, Content], Mapping[int, Sequence[int]]],
+    ranges: tuple[Extent, ...],
+    seed: bytes,
+) -> Digests:
+    """Digests of sums by layer and content, and by head."""
+    flat = {(*name, head): sums for name, of in cells.items() for head, sums in of.items()}
+    sums = np.array(list(flat.values()), dtype=np.uint64).reshape(len(flat), len(ranges))
+    return Digests(seed, ranges, tuple(flat), sums)
+
+
+def as_numbers(digests: Digests) -> dict[HeadName, list[int]]:
+    """Sums by head, one for each range."""
+    return dict(zip(digests.heads, digests.sums.tolist(), strict=True))
+
+
+def proves(theirs: Digests, ours: Digests) -> bool:
+    """True if all of ours was compared, and is theirs."""
+    found = compare(theirs, ours)
+    return found.checked > 0 and not found.wrong and not found.unchecked
+
+
 def of_all_ranks(parts: Sequence[Digests]) -> Digests:
     """Digests of other layers or heads of the same ranges; heads that several ranks hold once."""
     first = parts[0]
-    cells: dict[Name, dict[int, UInt64Array]] = {}
+    cells: dict[HeadName, list[int]] = {}
     for part in parts:
         assert (part.seed, part.ranges) == (first.seed, first.ranges)
-        for name, heads in part.cells.items():
-            known = cells.setdefault(name, {})
-            for head, sums in heads.items():
-                assert np.array_equal(known.setdefault(head, sums), sums), (name, head)
-    return replace(first, cells=cells)
+        for head, sums in as_numbers(part).items():
+            assert cells.setdefault(head, sums) == sums, head
+    sums = np.array(list(cells.values()), dtype=np.uint64)
+    return replace(first, heads=tuple(cells), sums=sums)
+
+
+def of_all_ranges(parts: Sequence[Digests]) -> Digests:
+    """Digests of the same cells in ranges behind one another."""
+    first = parts[0]
+    assert all((part.seed, part.heads) == (first.seed, first.heads) for part in parts)
+    ranges = tuple(extent for part in parts for extent in part.ranges)
+    return replace(first, ranges=ranges, sums=np.concatenate([one.sums for one in parts], axis=1))
 
 
 def in_ranges(narrow: Digests, range_tokens: int) -> Digests:
@@ -65,11 +95,5 @@ def in_ranges(narrow: Digests, range_tokens: int) -> Digests:
         [at for at, (first, last) in enumerate(narrow.ranges) if start <= first and last <= end]
         for start, end in wide
     ]
-    cells = {
-        name: {
-            head: np.array([sums[at].sum(dtype=np.uint64) for at in inside])
-            for head, sums in heads.items()
-        }
-        for name, heads in narrow.cells.items()
-    }
-    return replace(narrow, ranges=wide, cells=cells)
+    sums = np.stack([narrow.sums[:, at].sum(axis=1, dtype=np.uint64) for at in inside], axis=1)
+    return replace(narrow, ranges=wide, sums=sums)

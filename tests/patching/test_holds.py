@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvpatch.checks.holds.grants import GrantedHolds, Hold, read_hold
 from kvpatch.checks.tables import (
-    TABLE_BYTES,
     WORD_BYTES,
+    HoldTable,
     generation_of,
     is_still_to_come,
     word_address,
@@ -71,7 +71,7 @@ def test_what_a_newer_kvpatch_says_is_not_looked_at():
 @given(GENERATIONS, ADDRESSES)
 def test_a_word_lies_in_its_table(generation, table):
     address = word_address(table, generation)
-    assert table <= address <= table + TABLE_BYTES - WORD_BYTES
+    assert table <= address <= table + HoldTable.size_bytes() - WORD_BYTES
     assert (address - table) % WORD_BYTES == 0
     assert 0 < address < 2**64
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpatch.checks.digests.cache_digests import CoveredCaches
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Comparison, compare
-from kvpatch.checks.digests.table_digests import CoveredCaches
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -433,16 +433,12 @@ class TestDigests:
         if wrong is not None:
             pages[wrong[0], 2, wrong[1]] ^= 1
         of_both = (covered.states(1, block) for covered, block in ((theirs, 4), (ours, 2)))
-        (theirs,), (ours,) = (
-            [found for lot in lots for found in lot.made([(0, 1)], 16, Weights(b"seed"))]
-            for lots in of_both
-        )
-        return compare(theirs, ours)
+        return compare(*(found.digests([(0, 1)], 16, Weights(b"seed")) for found in of_both))
 
     @pytest.mark.parametrize("rank", [Rank(0, 1), Rank(1, 3)])
     def test_the_same_bytes_are(self, rank):
         found = self._compared(None, (rank, rank))
-        assert found.proves and found.checked == 2
+        assert found.checked == 2 and not found.wrong and not found.unchecked
 
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("byte", [0, SIZES[0] - 1, SIZES[0], sum(SIZES) - 1])
@@ -453,19 +449,22 @@ class TestDigests:
         ]
 
     def test_some_layers_at_a_time(self, monkeypatch):
-        monkeypatch.setattr("kvpatch.checks.digests.table_digests.LOT_BYTES", sum(SIZES))
+        monkeypatch.setattr("kvpatch.checks.digests.cache_digests.SLICE_BYTES", sum(SIZES))
         _, covered = self._worker(4, Rank(0, 1), is_apart=True)
-        lots = covered.states(1, 4)
-        assert [[plane.layer for plane in lot.planes] for lot in lots] == [
+        table = covered.states(1, 4)
+        (alike,) = table.alike()
+        pieces = table.pieces(alike, [(0, 1)], 16, Weights(b"seed"))
+        assert [[plane.layer for plane in alike.planes[piece.planes]] for piece in pieces] == [
             ["layers.1"],
             ["layers.3"],
         ]
 
     def test_what_is_behind_them_in_a_page_is_nobodys(self):
-        assert self._compared((0, sum(SIZES)), (Rank(0, 1), Rank(0, 1))).proves
+        found = self._compared((0, sum(SIZES)), (Rank(0, 1), Rank(0, 1)))
+        assert found.checked and not found.wrong and not found.unchecked
 
     @pytest.mark.parametrize("ranks", [((0, 2), (0, 1)), ((0, 1), (0, 2)), ((1, 2), (0, 2))])
     def test_another_ranks_are_not_compared(self, ranks):
         theirs, ours = (Rank(*rank) for rank in ranks)
         found = self._compared(None, (theirs, ours))
-        assert not found.wrong and found.checked == 0 and not found.proves
+        assert not found.wrong and found.checked == 0 and found.unchecked
