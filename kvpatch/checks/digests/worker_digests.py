@@ -80,9 +80,9 @@ class DigestMaker:
     """
 
     def __init__(self, table: DigestTable, stream: DigestStream, *, is_sample: bool) -> None:
-        self._table = table
+        self.table = table
         self._stream = stream
-        self._is_sample = is_sample
+        self.is_sample = is_sample
         #: Whose request is read.
         self._read: Order | None = None
         self._has_told = False
@@ -97,7 +97,7 @@ class DigestMaker:
         except RuntimeError as error:  # no thread is to be had, or the interpreter ends
             self._waiting.pop()
             self._tell("a request gets no digest: %s", error)
-            self._table.write(order.generation, None)  # which no thread writes any more
+            self.table.write(order.generation, None)  # which no thread writes any more
 
     def settle(self) -> None:
         """Waits until nothing is read of the cache for a word that is gone, some MiB at most."""
@@ -121,7 +121,7 @@ class DigestMaker:
             _LOG.warning("a request gets no digest", exc_info=True)
         finally:
             self._read = None
-            self._table.write(order.generation, content)
+            self.table.write(order.generation, content)
 
     def _tell(self, what: str, *more: object) -> None:
         """Logs why digests are missing: the first time so that it is seen."""
@@ -137,7 +137,7 @@ class DigestMaker:
         weights, parts = Weights(seed_of(order.generation)), []
         cells = sum(table.cells for table in order.tables)
         most = (MOST_BYTES - _HEAD_BYTES) // _CELL_BYTES
-        size, is_sample = range_tokens_of(order.end_token, cells, most), self._is_sample
+        size, is_sample = range_tokens_of(order.end_token, cells, most), self.is_sample
         with torch.inference_mode(), self._stream.inside(order.after):
             for table in order.tables:
                 run = table.first_token, table.end_token
@@ -152,28 +152,26 @@ class DigestMaker:
 
 @dataclass(frozen=True)
 class DigestChecks:
-    """The checks of one worker's loads by digests.
+    """The checks of one worker's loads by digests, and what it digests for its peers.
 
     Attributes:
         ours: the worker's geometry.
         groups: the layers of each block table.
-        covered: the worker's caches; None where digests do not cover them.
-        table: the table that peers' digests are read into.
+        covered: the worker's caches.
+        maker: makes digests of them.
         book: counts loads by result.
-        is_sample: True if a sample of each load is checked.
     """
 
     ours: LocalGeometry
     groups: tuple[Group, ...]
-    covered: CoveredCaches | None
-    table: DigestTable
+    covered: CoveredCaches
+    maker: DigestMaker
     book: Book
-    is_sample: bool
 
     def check_load(self, context: RequestContext, request: ReadRequest) -> None:
         """Adds the checks that compare what a load's reads bring with what P has."""
         stated, covered = request.stated.get(DIGEST), self.covered
-        if stated is None or covered is None or not context.is_as_read:
+        if stated is None or not context.is_as_read:
             return
         try:
             promised = read_promise(stated)
@@ -182,7 +180,7 @@ class DigestChecks:
                 for number, blocks, first_token in loaded_tokens(self.ours, self.groups, request)
             ]
         except KvpatchError as error:
-            self.table.doubt("a request", error)
+            self.maker.table.doubt("a request", error)
             return
         misses = False
         for number, group in enumerate(self.groups):
@@ -193,7 +191,7 @@ class DigestChecks:
             misses |= bool(blocks) and filled is None
         tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            load = _Load(context.request_id, covered.stream, promised, tables, misses)
+            load = _Load(context.request_id, promised, tables, misses)
             context.checks.append(partial(self._of_rank, load))
 
     def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
@@ -226,15 +224,42 @@ class DigestChecks:
             known = [part for table in tables for part in table.without_open_blocks()]
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
-        address = load.promised[rank.number] ^ rank.mask
+        address, maker = load.promised[rank.number] ^ rank.mask, self.maker
         fetched = DigestRead(
-            self.table, rank.agent, address, held.generation, is_paced=rank.is_paced
+            maker.table, rank.agent, address, held.generation, is_paced=rank.is_paced
         )
         return DigestCheck(
-            *(fetched, tables, load.request_id, load.stream, compared, self.is_sample),
+            *(fetched, tables, load.request_id, self.covered.stream, compared, maker.is_sample),
             is_part=is_part,
             misses=load.misses,
         )
+
+    def digest(self, holds: HoldTable, request_id: str, order: DigestOrder, after: Any) -> None:
+        """Begins to make the digests of a request; of nothing where it is not known.
+
+        Args:
+            after: the device work that was queued by now.
+        """
+        try:
+            blocks = finished_blocks(self.ours, self.groups, groups(order.blocks))
+            found = [self.covered.table(*table, (0, order.tokens)) for table in blocks]
+            found += [self.covered.states(*states) for states in self._states(order)]
+        except _ERRORS as error:
+            _LOG.debug("request %s gets no digest: %s", request_id, error)
+            found = []
+        tables = [table for table in found if table is not None]
+        is_held = partial(holds.is_held, request_id, order.generation)
+        self.maker.add(Order(order.generation, tables, order.tokens, is_held, after))
+
+    def _states(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
+        """(group, block) of recurrent states that D reads, where it is known which these are."""
+        named, ours = groups(order.named), self.ours
+        block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
+        for number, group in enumerate(self.groups):
+            if group.has_state:
+                block = state_block(named[number], order.held, block_tokens)
+                if block is not None:
+                    yield number, block
 
 
 class _Load(NamedTuple):
@@ -247,7 +272,6 @@ class _Load(NamedTuple):
     """
 
     request_id: str
-    stream: DigestStream
     promised: Sequence[int]
     tables: Sequence[TableTokens]
     misses: bool
@@ -276,21 +300,17 @@ def _make_checks(
     has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
     # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
     has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
-    covered = None
+    state.book.has_digests = True
+    state.drop(DigestChecks)
     if has_others or not can_read_beside(device, reader.destination.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
-    else:
-        rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
-        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
-    is_sample = settings.digest() == "sample"
-    made = DigestChecks(
-        *(reader.ours, reader.groups, covered, table, state.book), is_sample=is_sample
-    )
+        return lambda *_: None
+    rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
+    covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
+    maker = DigestMaker(table, covered.stream, is_sample=settings.digest() == "sample")
+    made = DigestChecks(reader.ours, reader.groups, covered, maker, state.book)
     state.hold(made)
-    state.book.has_digests = True
-    if covered is not None:  # else it digests nothing of its own
-        state.hold(DigestMaker(table, covered.stream, is_sample=is_sample))
-        state.of(StatedTables)[DIGEST] = table.address
+    state.of(StatedTables)[DIGEST] = table.address
     return made.check_load
 
 
@@ -308,15 +328,10 @@ def hear(worker: Any, message: Mapping[str, Any]) -> None:
     """
     orders = message.get(DIGEST_ORDERS)
     holds, checks = held_by(worker, HoldTable), held_by(worker, DigestChecks)
-    maker = held_by(worker, DigestMaker)
-    if not orders or checks is None or checks.covered is None or holds is None or maker is None:
-        return
-    after = checks.covered.stream.mark()
-    for request_id, told in orders.items():
-        order = DigestOrder(*told)
-        is_held = partial(holds.is_held, request_id, order.generation)
-        tables = _tables(checks, checks.covered, request_id, order)
-        maker.add(Order(order.generation, tables, order.tokens, is_held, after))
+    if orders and checks is not None and holds is not None:
+        after = checks.covered.stream.mark()
+        for request_id, told in orders.items():
+            checks.digest(holds, request_id, DigestOrder(*told), after)
 
 
 def leave_freed(worker: Any, _: Any) -> None:
@@ -325,9 +340,9 @@ def leave_freed(worker: Any, _: Any) -> None:
     ``stale_blocks`` comes first, and the words of what was sent are gone. It matters where kvcached
     takes the pages from under them: else what is read there is nothing but stale.
     """
-    maker = held_by(worker, DigestMaker)
-    if maker is not None and settings.is_kvcached_enabled():
-        maker.settle()
+    checks = held_by(worker, DigestChecks)
+    if checks is not None and settings.is_kvcached_enabled():
+        checks.maker.settle()
 
 
 def leave_caches(worker: Any) -> None:
@@ -336,31 +351,5 @@ def leave_caches(worker: Any) -> None:
     ``stale_blocks`` comes first and ends all holds: what is still to be digested is left undone.
     """
     checks = held_by(worker, DigestChecks)
-    if checks is not None and checks.covered is not None:
+    if checks is not None:
         checks.covered.stream.settle()
-
-
-def _tables(
-    checks: DigestChecks, covered: CoveredCaches, request_id: str, order: DigestOrder
-) -> list[TableTokens]:
-    """Returns what of a request is digested; nothing where that is not known."""
-    try:
-        tables = finished_blocks(checks.ours, checks.groups, groups(order.blocks))
-        extent = 0, order.tokens
-        found = [covered.table(number, blocks, extent) for number, blocks in tables]
-        for number, block in _states(checks, order):
-            found.append(covered.states(number, block))
-    except _ERRORS as error:
-        _LOG.debug("request %s gets no digest: %s", request_id, error)
-        return []
-    return [table for table in found if table is not None]
-
-
-def _states(checks: DigestChecks, order: DigestOrder) -> Iterator[tuple[int, int]]:
-    """(group, block) of the recurrent states that D reads, where it is known which these are."""
-    named, ours = groups(order.named), checks.ours
-    block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
-    for number, group in enumerate(checks.groups):
-        block = state_block(named[number], order.held, block_tokens) if group.has_state else None
-        if block is not None:
-            yield number, block
