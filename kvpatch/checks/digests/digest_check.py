@@ -80,6 +80,8 @@ class DigestRead(TableRead[DigestTable]):
                 break
             if entry is None:
                 self._look(found)
+                if self._entry is None:
+                    break
             elif crc32(found) == entry.check:
                 self._leave()
                 return found

@@ -59,8 +59,9 @@ def read_hold(stated: str) -> Hold | None:
     """
     found = _HOLD.fullmatch(stated)
     if found is None and not _NEWER_FORM.fullmatch(stated):
-        said = f"kv_transfer_params.{HOLD} is {shown(stated)}, which no P says"
-        raise ReadRefused(said, AS_ANSWERED)
+        raise ReadRefused(
+            f"kv_transfer_params.{HOLD} is {shown(stated)}, which no P says", AS_ANSWERED
+        )
     return None if found is None else Hold(int(found[1], 16), _tables_in(found[2]))
 
 
@@ -72,8 +73,10 @@ def read_promise(stated: str) -> tuple[int, ...] | None:
     """
     found = _PROMISE.fullmatch(stated)
     if found is None and not _NEWER_FORM.fullmatch(stated):
-        said = f"kv_transfer_params.{DIGEST} is {shown(stated)}, which no P says"
-        raise NoDigest(f"{said}: pass on all that P answered, as it is")
+        raise NoDigest(
+            f"kv_transfer_params.{DIGEST} is {shown(stated)}, which no P says: pass on all that P "
+            "answered, as it is"
+        )
     return None if found is None else _tables_in(found[1])
 
 
