@@ -114,7 +114,7 @@ class Request:
         )
 
     def pieces(self) -> Iterator[Piece]:
-        """What is read of it at once."""
+        """Cuts it into what is read at once."""
         for alike in self.table.alike():
             run = [(0, self.table.end_token)]
             yield from self.table.pieces(alike, run, _RANGE_TOKENS, Weights(b"request"))

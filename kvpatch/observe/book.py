@@ -51,7 +51,7 @@ class Checked(Protocol):
 
 
 @dataclass(eq=False)
-class Compared:
+class ComparedRead:
     """The result of comparing a read of a load with P's digest of it.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Load:
     """The facts of one load before it is reported."""
 
     lifetimes: list[Checked] = field(default_factory=list)
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[ComparedRead] = field(default_factory=list)
     has_failed: bool = False
 
 
@@ -122,9 +122,9 @@ class Book:
         if self._is_asked:  # a peer is read steps after the first
             self._load(request_id).lifetimes.append(lifetime)
 
-    def compare(self, request_id: str) -> Compared:
+    def compare(self, request_id: str) -> ComparedRead:
         """Counts a load also by what a digest says of one of its reads. For the engine's thread."""
-        compared = Compared()
+        compared = ComparedRead()
         if self._is_asked:
             self._load(request_id).compared.append(compared)
         return compared

@@ -24,7 +24,7 @@ from kvpatch.checks.digests.digest_table import (
 from kvpatch.checks.digests.worker_digests import DigestMaker, Order
 from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
 from kvpatch.core.errors import NoDigest
-from kvpatch.observe.book import Book, Compared, Sample
+from kvpatch.observe.book import Book, ComparedRead, Sample
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 
 from .digest_world import Engine, Rank, request_of
@@ -207,7 +207,7 @@ class Load:
 
     def __init__(self, tables: Tables, decode: list[Engine], prefill: Engine) -> None:
         self.tables, self.decode, self.prefill = tables, decode, prefill
-        self.compared = Compared()
+        self.compared = ComparedRead()
 
     def maker(self, *, is_sample: bool = False) -> tuple[DigestMaker, DigestStream]:
         stream = DigestStream(self.prefill.memory.device)
@@ -224,7 +224,7 @@ class Load:
     def check(self, *, is_sample: bool = False, first_token: int = 0) -> bool:
         tables = [table_of(engine, first_token) for engine in self.decode]
         stream = DigestStream(self.prefill.memory.device)
-        self.compared = Compared()
+        self.compared = ComparedRead()
         check = DigestCheck(self.tables.read(), tables, "request", stream, self.compared, is_sample)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
@@ -396,7 +396,7 @@ def test_where_no_thread_is_to_be_had_nothing_is_raised(tables, caplog, monkeypa
 
 
 def is_read(stream: DigestStream) -> bool:
-    """Whether the cache is read, on the stream's thread."""
+    """True if the cache is read, on the stream's thread."""
     is_free = stream.work.acquire(blocking=False)
     if is_free:
         stream.work.release()

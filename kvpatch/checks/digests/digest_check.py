@@ -31,7 +31,7 @@ from kvpatch.checks.tables import PAUSE_SECONDS, Patience, TableRead, is_still_t
 from kvpatch.core.errors import KvpatchError, NoDigest
 from kvpatch.core.text import one_line
 from kvpatch.geometry.plane import planes_of_heads
-from kvpatch.observe.book import Compared
+from kvpatch.observe.book import ComparedRead
 from kvpatch.observe.catalogue import CheckResult, Proof
 from kvpatch.transfer.nixl import errors_of
 
@@ -131,7 +131,7 @@ class DigestCheck:
     tables: Sequence[TableTokens]
     request_id: str
     stream: DigestStream
-    compared: Compared
+    compared: ComparedRead
     is_sample: bool
     is_part: bool = False
     misses: bool = False

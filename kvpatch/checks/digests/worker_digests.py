@@ -191,7 +191,7 @@ class DigestChecks:
             misses |= bool(blocks) and filled is None
         tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            load = _Load(context.request_id, promised, tables, misses)
+            load = PromisedLoad(context.request_id, promised, tables, misses)
             context.checks.append(partial(self._of_rank, load))
 
     def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
@@ -204,7 +204,7 @@ class DigestChecks:
         return is_of_many and rank.number != self.ours.tp_rank * ranks // self.ours.tp_size
 
     def _of_rank(
-        self, load: _Load, rank: RankRead, before: tuple[Check, ...]
+        self, load: PromisedLoad, rank: RankRead, before: tuple[Check, ...]
     ) -> DigestCheck | None:
         """Returns the check of one rank's read; None where nothing checks it, or is in it."""
         if rank.is_idle:
@@ -262,7 +262,7 @@ class DigestChecks:
                     yield number, block
 
 
-class _Load(NamedTuple):
+class PromisedLoad(NamedTuple):
     """A load that P has promised a digest of.
 
     Attributes:
