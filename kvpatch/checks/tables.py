@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.worker.state import worker_state
@@ -42,22 +43,27 @@ class PeerTable:
         nixl: the agent, before the worker states what it has.
 
     Attributes:
-        size_bytes: of it.
-        landings: the places for what this worker reads of its peers' tables.
+        landing_start: where the places begin for what this worker reads of its peers' tables.
+        landings, landing_bytes: how many there are, and the size of each.
 
     Raises:
         Exception: NIXL's, where it cannot register host memory.
     """
 
-    size_bytes: ClassVar[int]
-    landings: ClassVar[range]
+    landing_start: ClassVar[int]
+    landings: ClassVar[int]
+    landing_bytes: ClassVar[int]
 
     def __init__(self, nixl: Any) -> None:
         # Pages of its own, which a fork shares: a copy on write would take them off the card's.
-        self._bytes = np.frombuffer(mmap(-1, self.size_bytes), dtype=np.uint8)
-        place = (self.address, self.size_bytes, HOST_MEMORY.device_id, "")
+        self._bytes = np.frombuffer(mmap(-1, self.size_bytes()), dtype=np.uint8)
+        place = (self.address, self.size_bytes(), HOST_MEMORY.device_id, "")
         nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
-        self._free = deque(self.landings)
+        self._free = deque(range(self.landings))
+
+    @classmethod
+    def size_bytes(cls) -> int:
+        return cls.landing_start + cls.landings * cls.landing_bytes
 
     @property
     def address(self) -> int:
@@ -70,6 +76,13 @@ class PeerTable:
     def give_back(self, landing: int) -> None:
         """Frees a place to which nothing is written any more."""
         self._free.append(landing)
+
+    def address_of(self, landing: int) -> int:
+        return self.address + self.landing_start + landing * self.landing_bytes
+
+    def landed(self, landing: int, size_bytes: int) -> bytes:
+        start = self.landing_start + landing * self.landing_bytes
+        return self._bytes[start : start + size_bytes].tobytes()
 
 
 def made_table(worker: Any, kind: type[_Table], log: Logger, lost: str) -> _Table | None:
@@ -129,6 +142,33 @@ class TableRead(Generic[_Table]):
     _next: float = field(default=0.0, init=False)
     _patience: Patience = field(init=False)
 
+    def _read(self, nixl: Any, remote: int, size_bytes: int) -> bytes | None:
+        """Returns bytes of the peer's table; None until they are here.
+
+        Raises:
+            PeerRefused: NIXL could not read them.
+            Exception: NIXL's.
+        """
+        if self._handle is None:
+            if time.monotonic() < self._next:
+                return None
+            if self._landing is None:
+                self._landing = self.table.take_landing()
+            if self._landing is None:
+                return None
+            state = self._post(nixl, remote, self.table.address_of(self._landing), size_bytes)
+        else:
+            state = nixl.check_xfer_state(self._handle)
+        if state == "PROC" or self._landing is None:
+            return None
+        self._let_go(nixl)
+        if state != "DONE":
+            raise PeerRefused(
+                f"a table of {self.agent} could not be read: {state}",
+                "see whether P is alive and can be reached from here, and send the request again",
+            )
+        return self.table.landed(self._landing, size_bytes)
+
     def _post(self, nixl: Any, remote: int, local: int, size_bytes: int) -> Any:
         """Begins to read from one address to another; returns what NIXL says of it.
 
@@ -170,11 +210,8 @@ class TableRead(Generic[_Table]):
 
 #: Requests whose blocks are held at the same time; a later one takes the place of the first.
 _SLOTS = 1 << 16
-#: Words of peers that are read at the same time.
-_LANDINGS = 1 << 12
 #: Loads in a row of which a peer's word could not be read, before it is asked no more.
 MOST_MISSED = 3
-TABLE_BYTES = (_SLOTS + _LANDINGS) * WORD_BYTES
 
 _COUNT_BITS = 31
 _ENDED = 1
@@ -201,8 +238,9 @@ def is_still_to_come(found: int, generation: int) -> bool:
 class HoldTable(PeerTable):
     """The table of one worker's holds, with room for the words of peers that it reads."""
 
-    size_bytes = TABLE_BYTES
-    landings = range(_SLOTS, _SLOTS + _LANDINGS)
+    landing_start = _SLOTS * WORD_BYTES
+    landings = 1 << 12
+    landing_bytes = WORD_BYTES
 
     def __init__(self, nixl: Any) -> None:
         super().__init__(nixl)
@@ -212,8 +250,6 @@ class HoldTable(PeerTable):
         #: Loads in a row of which the data could be read and the word could not, by NIXL's name of
         #: the rank and the place of its table.
         self.missed: Counter[tuple[str, int]] = Counter()
-
-    # --- the side that is read --------------------------------------------------
 
     def hold(self, request_id: str, generation: int) -> None:
         """Writes a hold down, in place of an earlier one of the same request."""
@@ -243,14 +279,6 @@ class HoldTable(PeerTable):
         """Takes all words out: what the blocks hold is about to be lost."""
         for request_id in tuple(self._held):
             self.end(request_id)
-
-    # --- the side that reads ----------------------------------------------------
-
-    def address_of(self, landing: int) -> int:
-        return self.address + landing * WORD_BYTES
-
-    def word(self, landing: int) -> int:
-        return int(self._words[landing])
 
 
 def word_address(table: int, generation: int) -> int:

@@ -43,7 +43,6 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 context.is_as_read = smaller is None and not _is_remade(worker, engine_id)
                 for check_load in reader.check_makers:
                     check_load(context, request)
-                inside.callback(_end_preparing, worker, context, request)
         if reader is not None:
             inside.enter_context(replaced(reader, context=context))
         try:
@@ -74,12 +73,6 @@ def _is_remade(worker: Any, engine_id: str) -> bool:
     """
     permutes = bool(getattr(worker, "enable_permute_local_kv", False))
     return permutes or engine_id in worker_state(worker).of(ReorderedLoads).peers
-
-
-def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -> None:
-    is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
-    for ended in context.when_prepared:
-        ended(is_loaded and context.refusal is None)
 
 
 def _choose(

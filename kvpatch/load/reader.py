@@ -78,7 +78,6 @@ class RequestContext:
         is_refused: whether a refusal was booked.
         is_as_read: whether what is read stays as it is placed.
         checks: make the checks of each of its reads, in the order in which the read asks them.
-        when_prepared: called once all reads have been prepared; with False if nothing is read.
         tails_left: whether no read was told yet to zero what is behind its last token.
         ranks: of the peer, of which reads have been prepared.
         fate: of the first of these.
@@ -93,7 +92,6 @@ class RequestContext:
     is_refused: bool = False
     is_as_read: bool = True
     checks: list[MakeCheck] = field(default_factory=list)
-    when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
     tails_left: bool = True
     ranks: tuple[RemoteRank, ...] = ()
     fate: Fate | None = None

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.observe.catalogue import (
+    DIGEST_ALARMS,
+    DIGESTS,
     HELD,
     LOADS,
     READ_BYTES,
@@ -19,6 +21,7 @@ from kvpatch.observe.catalogue import (
     CheckResult,
     Metric,
     Outcome,
+    Proof,
     Way,
 )
 
@@ -47,11 +50,24 @@ class Checked(Protocol):
     verdict: CheckResult | None
 
 
+@dataclass(eq=False)
+class ComparedRead:
+    """The result of comparing a read of a load with P's digest of it.
+
+    Attributes:
+        layer: of an alarm, where it was found.
+    """
+
+    proof: Proof = Proof.UNCHECKED
+    layer: str = ""
+
+
 @dataclass
 class _Load:
     """The facts of one load before it is reported."""
 
     lifetimes: list[Checked] = field(default_factory=list)
+    compared: list[ComparedRead] = field(default_factory=list)
     has_failed: bool = False
 
 
@@ -62,6 +78,8 @@ class Book:
     """
 
     def __init__(self) -> None:
+        #: Whether loads are compared with digests, and counted by what these say.
+        self.has_digests = False
         self._samples: deque[Sample] = deque(maxlen=_MOST)
         self._loads: dict[str, _Load] = {}
         #: By metric and label, what was shown last.
@@ -104,6 +122,13 @@ class Book:
         if self._is_asked:  # a peer is read steps after the first
             self._load(request_id).lifetimes.append(lifetime)
 
+    def compare(self, request_id: str) -> ComparedRead:
+        """Counts a load also by what a digest says of one of its reads. For the engine's thread."""
+        compared = ComparedRead()
+        if self._is_asked:
+            self._load(request_id).compared.append(compared)
+        return compared
+
     def fail(self, request_id: str) -> None:
         """Books that a load has failed which the release will report as received (<= 0.29).
 
@@ -131,6 +156,8 @@ class Book:
             load = self._loads.pop(request_id, None) or _Load()
             load.has_failed |= request_id in failed
             outcomes.update(_found(load))
+            if self.has_digests:
+                outcomes.update(_proven(load))
         for (metric, label), loads in outcomes.items():
             self.add(metric, loads, label)
 
@@ -156,6 +183,20 @@ def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
     yield LOADS, (Outcome.FAILED if gone is None else Outcome.STALE).value
     if gone is not None:
         yield HELD, gone.value
+
+
+def _proven(load: _Load) -> Iterator[tuple[Metric, str]]:
+    """Yields what digests prove of one load: the least that they do of any of its reads.
+
+    Loads that failed for other reasons are not counted.
+    """
+    alarm = next((one for one in load.compared if one.proof is Proof.ALARM), None)
+    if alarm is not None:
+        yield DIGESTS, Proof.ALARM.value
+        yield DIGEST_ALARMS, alarm.layer
+    elif not load.has_failed:
+        found = [one.proof for one in load.compared] or [Proof.UNCHECKED]
+        yield DIGESTS, max(found, key=list(Proof).index).value
 
 
 # --- samples in the release's own statistics, on their way to the front end ------------------

@@ -40,12 +40,12 @@ class CheckResult(str, Enum):
 
 
 class Proof(str, Enum):
-    """The result of a load's digests."""
+    """The result of a load's digests; of two a later one is the load's."""
 
     CHECKED = "checked"
     PARTLY = "partly"
-    ALARM = "alarm"
     UNCHECKED = "unchecked"
+    ALARM = "alarm"
 
 
 class Prompt(str, Enum):
@@ -143,8 +143,7 @@ DIGESTS = Metric(
 DIGEST_ALARMS = Metric(
     "kvpatch_digest_alarms",
     "counter",
-    "Loads that are not what P had computed, by the model's first layer with a wrong byte in the "
-    "first of the tokens that are wrong, some MiB at a time.",
+    "Loads that are not what P had computed, by the model's first layer with a wrong byte.",
     _LAYER,
 )
 POOL_BYTES = Metric(

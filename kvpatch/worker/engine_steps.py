@@ -28,7 +28,7 @@ the parts that are on it makes what stands in the method's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -49,31 +49,20 @@ class Around(NamedTuple):
 
 def around(method: Method, parts: Parts) -> Method:
     """Runs the parts' functions before and after each call; parts are :class:`Around`."""
-    sorted_out = parts.on, _befores(parts.on), _afters(parts.on)
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sorted_out
-        on, befores, afters = sorted_out
-        if on is not parts.on:  # once, as patches are turned on or off
-            on = parts.on
-            sorted_out = on, befores, afters = on, _befores(on), _afters(on)
-        for before in befores:
-            before(self)
+        on = parts.on
+        for before, _ in on:
+            if before is not None:
+                before(self)
         found = method(self, *args, **kwargs)
-        for after in afters:
-            after(self, found)
+        for _, after in on:
+            if after is not None:
+                after(self, found)
         return found
 
     return call
-
-
-def _befores(on: Iterable[Around]) -> tuple[Callable[[Any], None], ...]:
-    return tuple(part.before for part in on if part.before is not None)
-
-
-def _afters(on: Iterable[Around]) -> tuple[Callable[[Any, Any], None], ...]:
-    return tuple(part.after for part in on if part.after is not None)
 
 
 def amend(method: Method, parts: Parts) -> Method:

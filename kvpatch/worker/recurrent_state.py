@@ -115,6 +115,12 @@ def _reach(tensor: torch.Tensor) -> int:
     return int(extent_bytes(axes, 1) * tensor.element_size())
 
 
+def sizes_of_states(spec: Any) -> tuple[int, ...]:
+    """Returns the bytes of each state of a layer in a block, by its spec."""
+    states = zip(spec.shapes, spec.dtypes, strict=True)
+    return tuple(prod(shape) * dtype.itemsize for shape, dtype in states)
+
+
 def pages_of(cache: Any, spec: Any) -> StatePages | None:
     """The pages of a layer's states; None where they do not lie as every peer takes them to.
 
@@ -124,9 +130,7 @@ def pages_of(cache: Any, spec: Any) -> StatePages | None:
         spec: of the layer, in the release's plan.
     """
     tensors = tensors_of(cache)
-    sizes = tuple(
-        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
+    sizes = sizes_of_states(spec)
     first = tensors[0]
     stride_bytes = first.stride(0) * first.element_size()
     if len(tensors) == 1 and len(sizes) > 1:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from math import prod
 from typing import Any, NamedTuple
 
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 from kvpatch.worker.kv_cache_groups import transferred_groups
+from kvpatch.worker.recurrent_state import sizes_of_states
 from kvpatch.worker.release_worker import ReleaseWorker
 
 #: Of a region, as the release counts groups: it is read for the blocks of every one.
@@ -198,8 +198,7 @@ def _held(release: ReleaseWorker, layer: str, first: int) -> tuple[Region, Holde
     spec = release.spec_of(layer)
     offset = release.worker.device_kv_caches[layer].data_ptr() - first
     if hasattr(spec, "shapes"):
-        states = zip(spec.shapes, spec.dtypes, strict=True)
-        size = sum(prod(shape) * dtype.itemsize for shape, dtype in states)
+        size = sum(sizes_of_states(spec))
         return Region(offset, size), Holder.WHOLE_STATE if spec.tp_replicated else Holder.STATE
     return Region(offset, int(spec.page_size_bytes)), _holder_of(spec)
 

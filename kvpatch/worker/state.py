@@ -22,7 +22,7 @@ _Kind = TypeVar("_Kind")
 
 
 @dataclass(eq=False)
-class _State:
+class State:
     """The objects that kvpatch's modules keep for one owner, one object of each kind.
 
     Attributes:
@@ -56,7 +56,7 @@ class _State:
 
 
 @dataclass(eq=False)
-class WorkerState(_State):
+class WorkerState(State):
     """The state of a connector's worker half.
 
     Attributes:
@@ -71,7 +71,7 @@ class WorkerState(_State):
 
 
 @dataclass(eq=False)
-class SchedulerState(_State):
+class SchedulerState(State):
     """The state of a connector's scheduler half.
 
     Attributes:
@@ -87,16 +87,6 @@ class SchedulerState(_State):
     book: Book = field(default_factory=Book)
 
 
-@dataclass(eq=False)
-class EngineState(_State):
-    """The state of vLLM's own scheduler, with one connector or several, and its block manager."""
-
-
-@dataclass(eq=False)
-class FrontEndState(_State):
-    """The state of the release's connector metrics, in the API server."""
-
-
 def worker_state(worker: Any) -> WorkerState:
     """Returns the state of a connector's worker half."""
     return _state(worker, WorkerState)
@@ -104,7 +94,7 @@ def worker_state(worker: Any) -> WorkerState:
 
 def held_by(owner: Any, kind: type[_Kind]) -> _Kind | None:
     """An owner's object of a kind; None too of what has no state, which none is made for."""
-    state: _State | None = getattr(owner, _NAME, None)
+    state: State | None = getattr(owner, _NAME, None)
     return None if state is None else state.kept.get(kind)  # held(), in every step
 
 
@@ -118,14 +108,16 @@ def scheduler_state(scheduler: Any) -> SchedulerState:
     return _state(scheduler, SchedulerState)
 
 
-def engine_state(core: Any) -> EngineState:
-    """Returns the state of vLLM's own scheduler, or of its block manager, which may share it."""
-    return _state(core, EngineState)
+def engine_state(core: Any) -> State:
+    """Returns the state of vLLM's own scheduler, with one connector or several, or of its block
+    manager, which may share it.
+    """
+    return _state(core, State)
 
 
-def front_end_state(metrics: Any) -> FrontEndState:
-    """Returns the state of the release's metrics of the connector's."""
-    return _state(metrics, FrontEndState)
+def front_end_state(metrics: Any) -> State:
+    """Returns the state of the release's metrics of the connector's, in the API server."""
+    return _state(metrics, State)
 
 
 def share_with_manager(core: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_weights import ROW_WORDS, UInt64Array, Weights
-from kvpatch.checks.digests.digests import Digests, Name
+from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights
+from kvpatch.checks.digests.digests import Digests, Extent, compare
+from kvpatch.geometry.plane import Content, HeadName
 
 _ALL_BITS = 2**64 - 1
 
@@ -45,14 +46,35 @@ def _halves(sums: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int
     return total & _ALL_BITS
 
 
+def digests_of(
+    cells: Mapping[tuple[str, Content], Mapping[int, Sequence[int]]],
+    ranges: tuple[Extent, ...],
+    seed: bytes,
+) -> Digests:
+    """Digests of sums by layer and content, and by head."""
+    flat = {(*name, head): sums for name, of in cells.items() for head, sums in of.items()}
+    sums = np.array(list(flat.values()), dtype=np.uint64).reshape(len(flat), len(ranges))
+    return Digests(seed, ranges, tuple(flat), sums)
+
+
+def as_numbers(digests: Digests) -> dict[HeadName, list[int]]:
+    """Sums by head, one for each range."""
+    return dict(zip(digests.heads, digests.sums.tolist(), strict=True))
+
+
+def proves(theirs: Digests, ours: Digests) -> bool:
+    """True if all of ours was compared, and is theirs."""
+    found = compare(theirs, ours)
+    return found.checked > 0 and not found.wrong and not found.unchecked
+
+
 def of_all_ranks(parts: Sequence[Digests]) -> Digests:
     """Digests of other layers or heads of the same ranges; heads that several ranks hold once."""
     first = parts[0]
-    cells: dict[Name, dict[int, UInt64Array]] = {}
+    cells: dict[HeadName, list[int]] = {}
     for part in parts:
         assert (part.seed, part.ranges) == (first.seed, first.ranges)
-        for name, heads in part.cells.items():
-            known = cells.setdefault(name, {})
-            for head, sums in heads.items():
-                assert np.array_equal(known.setdefault(head, sums), sums), (name, head)
-    return replace(first, cells=cells)
+        for head, sums in as_numbers(part).items():
+            assert cells.setdefault(head, sums) == sums, head
+    sums = np.array(list(cells.values()), dtype=np.uint64)
+    return replace(first, heads=tuple(cells), sums=sums)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.checks.digests.digests import (
-    Digests,
     Stated,
-    columns,
     extents_of,
     joined,
     range_tokens_of,
@@ -25,6 +22,8 @@ from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides, planes_of_heads
 from kvpatch.geometry.tensor_facts import Memory
 
+from .slow_digests import as_numbers, digests_of
+
 pytestmark = pytest.mark.geometry
 
 
@@ -32,13 +31,12 @@ def stated(layers: int = 2, first_head: int = 3) -> Stated:
     ranges = ((0, 16), (16, 32), (32, 40))
     cells = {
         (f"layer {layer}", content): {
-            head: np.array([layer, head, 2**64 - 1 - head], dtype=np.uint64)
-            for head in range(first_head, first_head + 2)
+            head: [layer, head, 2**64 - 1 - head] for head in range(first_head, first_head + 2)
         }
         for layer in range(layers)
         for content in (Content.KEY, Content.VALUE)
     }
-    return Stated(16, Digests(b"seed", ranges, cells), is_sample=bool(layers % 2))
+    return Stated(16, digests_of(cells, ranges, b"seed"), is_sample=bool(layers % 2))
 
 
 def test_what_is_written_is_read():
@@ -51,9 +49,7 @@ def test_what_is_written_is_read():
         assert one.is_sample == expected.is_sample
         assert one.digests.ranges == expected.digests.ranges
         assert one.digests.seed == b"seed"
-        for name, heads in expected.digests.cells.items():
-            for head, sums in heads.items():
-                assert np.array_equal(one.digests.cells[name][head], sums)
+        assert as_numbers(one.digests) == as_numbers(expected.digests)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 40, -8, -1])
@@ -112,10 +108,6 @@ def test_a_head_that_goes_too_deep_is_refused():
 
 
 def test_some_ranges_of_digests():
-    digests = stated().digests
-    found = columns(digests, [(32, 40), (5, 6), (0, 16)])
-    assert found.ranges == ((32, 40), (0, 16))
-    assert found.cells["layer 1", Content.KEY][3].tolist() == [2**64 - 4, 1]
     assert within(stated(), (1, 40)) == ((16, 32), (32, 40))
     assert within(stated(), (0, 39)) == ((0, 16), (16, 32))
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import kvpatch
-from kvpatch.checks.digests.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
-from kvpatch.checks.tables import TABLE_BYTES, WORD_BYTES
+from kvpatch.checks.digests.digest_table import DigestTable
+from kvpatch.checks.tables import WORD_BYTES, HoldTable
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, far_memory, release, standins
@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
 #: What kvpatch registers that holds no tokens: the tables of holds and digests.
-_TABLES = (TABLE_BYTES, DIGEST_TABLE_BYTES)
+_TABLES = (HoldTable.size_bytes(), DigestTable.size_bytes())
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
 #: Of a load that nothing is under way for.

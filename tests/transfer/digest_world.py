@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
+from kvpatch.checks.digests.cache_digests import TableTokens, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 #: [layer, keys or values, head, token, channel, byte]
@@ -28,6 +29,21 @@ def request_of(
     """Random bytes."""
     shape = (layers, 2, heads, tokens, channels, item_bytes)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def digested(
+    memories: Mapping[str, Bytes],
+    planes: Sequence[Plane],
+    blocks: BlockList,
+    range_tokens: int,
+    extent: tuple[int, int],
+    weights: Weights | None = None,
+) -> Digests:
+    """Digests of one run of a request's tokens."""
+    table = TableTokens({}, memories, tuple(planes), blocks, *extent)
+    found = table.digests([extent], range_tokens, weights or Weights(SEED))
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,7 @@ class Engine:
         memories = memories_of(dict.fromkeys((plane.layer for plane in planes), self.memory))
         first = self.blocks.first_token if first_token is None else first_token
         end = self.end_token if end_token is None else end_token
-        reader = CacheDigests(memories, planes, range_tokens)
-        return reader.begin(self.blocks, first, end, weights or Weights(SEED)).read()
+        return digested(memories, planes, self.blocks, range_tokens, (first, end), weights)
 
 
 def as_whole(plane: Plane) -> Plane:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.checks.digests import cache_digests
-from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
+from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
@@ -19,42 +19,34 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.slow_digests import cell, of_all_ranks
+from tests.geometry.slow_digests import (
+    as_numbers,
+    cell,
+    digests_of,
+    of_all_ranks,
+    proves,
+)
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
-from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
+from .digest_world import SEED, Engine, Rank, Request, as_whole, digested, request_of
 from .operations import Operations
 
 
 def expected_of(request: Request, ranges: tuple[tuple[int, int], ...]) -> Digests:
     """The slow way, of all heads."""
     weights = Weights(SEED)
-    return Digests(
-        SEED,
-        ranges,
-        {
-            (f"layer.{layer}", content): {
-                head: np.array(
-                    [
-                        cell([row.tobytes() for row in rows[start:end]], start, weights)
-                        for start, end in ranges
-                    ],
-                    dtype=np.uint64,
-                )
-                for head, rows in enumerate(request[layer, number])
-            }
-            for layer in range(request.shape[0])
-            for number, content in enumerate((Content.KEY, Content.VALUE))
-        },
-    )
-
-
-def as_numbers(digests: Digests) -> dict[object, list[int]]:
-    return {
-        (name, head): sums.tolist()
-        for name, heads in digests.cells.items()
-        for head, sums in heads.items()
+    cells = {
+        (f"layer.{layer}", content): {
+            head: [
+                cell([row.tobytes() for row in rows[start:end]], start, weights)
+                for start, end in ranges
+            ]
+            for head, rows in enumerate(request[layer, number])
+        }
+        for layer in range(request.shape[0])
+        for number, content in enumerate((Content.KEY, Content.VALUE))
     }
+    return digests_of(cells, ranges, SEED)
 
 
 @st.composite
@@ -90,7 +82,7 @@ def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(
 
     assert found.ranges == expected.ranges
     assert as_numbers(found) == as_numbers(expected)
-    assert compare(expected, found).proves
+    assert proves(expected, found)
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 700, 5_000])
@@ -112,7 +104,8 @@ def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: 
     request = request_of(channels=channels, item_bytes=item_bytes)
     engine = Engine(request, Rank(layout))
     memories = memories_of(dict.fromkeys((p.layer for p in engine.planes), engine.memory))
-    for alike in CacheDigests(memories, engine.planes, 16).alike:
+    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
+    for alike in table.alike():
         numbers = alike.numbers(engine.blocks.block_ids)
         view = alike.view(int(numbers.max()) + 1)
         weights = Weights(SEED).words(-(-channels * item_bytes // 4))
@@ -121,9 +114,9 @@ def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: 
         on_device = device_sums(
             view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), tokens
         )
-        on_host = host_sums(view.numpy(), numbers, weights, tokens)
+        on_host = host_sums(view, numbers, weights, tokens)
 
-        assert on_device.numpy().tobytes() == on_host.tobytes()
+        assert torch.equal(on_device, on_host)
 
 
 @given(st.integers(0, 60), st.integers(1, 10), st.sampled_from([1, 7, 16, 32]))
@@ -141,7 +134,7 @@ def test_parts_of_a_request_have_the_sums_that_the_whole_has(
     assert not found.wrong
     full = [extent for extent in part.ranges if extent in whole.ranges]
     assert found.checked == 2 * len(full)
-    assert found.proves == (len(full) == len(part.ranges))
+    assert (not found.unchecked) == (len(full) == len(part.ranges))
 
 
 @given(st.integers(1, 69))
@@ -153,10 +146,9 @@ def test_blocks_that_are_wholes_count_once_wherever_ranges_meet(border: int) -> 
     ]
     whole = engine.digests(1000, change=as_whole)
 
-    for name, heads in whole.cells.items():
-        for head, sums in heads.items():
-            total = sum(int(part.cells[name][head][0]) for part in parts)
-            assert total % 2**64 == int(sums[0])
+    for head, (expected,) in as_numbers(whole).items():
+        total = sum(as_numbers(part)[head][0] for part in parts if part.ranges)
+        assert total % 2**64 == expected
 
 
 def test_all_of_a_whole_block_counts() -> None:
@@ -166,7 +158,7 @@ def test_all_of_a_whole_block_counts() -> None:
     last = int(engine.blocks.block_ids[-1])
     engine.view(engine.planes[0])[last, 2, -1, 0, 0] ^= 1
 
-    assert compare(rows, engine.digests()).proves
+    assert proves(rows, engine.digests())
     found = compare(whole, engine.digests(change=as_whole))
     assert [str(place) for place in found.wrong] == [
         "layer 'layer.0', key of heads 2, tokens 64 to 69"
@@ -190,14 +182,14 @@ def test_a_recurrent_state_of_many_words() -> None:
             rank,
             Memory("DRAM"),
         )
-        reader = CacheDigests(memories_of({"mamba": memory}), [plane], 1)
-        parts.append(reader.begin(BlockList(np.array([2]), 1), 0, 1, Weights(SEED)).read())
+        memories, blocks_of = memories_of({"mamba": memory}), BlockList(np.array([2]), 1)
+        parts.append(digested(memories, [plane], blocks_of, 1, (0, 1)))
 
     found = of_all_ranks(parts)
 
     expected = [cell([states[rank, 2].tobytes()], 0, Weights(SEED)) for rank in range(2)]
-    heads = found.cells["mamba", Content.STATE]
-    assert [heads[rank].tolist() for rank in range(2)] == [[one] for one in expected]
+    heads = as_numbers(found)
+    assert [heads["mamba", Content.STATE, rank] for rank in range(2)] == [[e] for e in expected]
 
 
 def test_layers_of_unlike_geometry_are_in_one_digest() -> None:
@@ -210,29 +202,25 @@ def test_layers_of_unlike_geometry_are_in_one_digest() -> None:
     ]
     tensors = {f"layer.0.{number}": part.memory for number, part in enumerate(parts)}
     parts[1].blocks = parts[0].blocks
-    together = CacheDigests(memories_of(tensors), planes, 16)
-    found = together.begin(parts[0].blocks, 0, 70, Weights(SEED)).read()
+    found = digested(memories_of(tensors), planes, parts[0].blocks, 16, (0, 70))
 
     first = parts[0].digests()
 
-    assert {name for name, _ in found.cells} == {"layer.0.0", "layer.0.1"}
-    assert (
-        as_numbers(first)[("layer.0", Content.KEY), 2]
-        == (as_numbers(found)[("layer.0.0", Content.KEY), 2])
-    )
+    assert {layer for layer, *_ in found.heads} == {"layer.0.0", "layer.0.1"}
+    numbers = as_numbers(found)
+    assert as_numbers(first)["layer.0", Content.KEY, 2] == numbers["layer.0.0", Content.KEY, 2]
 
 
 def test_blocks_of_others_are_refused() -> None:
     engine = Engine(request_of(), Rank())
     memories = memories_of(dict.fromkeys((p.layer for p in engine.planes), engine.memory))
-    reader, weights = CacheDigests(memories, engine.planes, 16), Weights(SEED)
 
     for blocks in (BlockList(np.array([0, 1]), 8), BlockList(np.array([99, 7]), 16)):
         with pytest.raises(DigestsRefused, match="expected blocks of 16 tokens below 8"):
-            reader.begin(blocks, 0, 16, weights)
+            digested(memories, engine.planes, blocks, 16, (0, 16))
     for first, end in ((0, 81), (5, 5), (9, 3)):
         with pytest.raises(DigestsRefused, match="expected some tokens"):
-            reader.begin(engine.blocks, first, end, weights)
+            digested(memories, engine.planes, engine.blocks, 16, (first, end))
 
 
 def test_layers_in_memory_of_their_own_have_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +239,13 @@ def test_layers_are_summed_together(layout: str) -> None:
     sizes = CacheSizes(80, blocks, 8, 16, 128, 2)
     memory = Bytes(1 << 32, torch.empty(sizes.total_bytes(), dtype=torch.uint8, device="meta"))
     planes = named_layout(layout).planes(sizes, memory.address, Memory("VRAM"))
-    reader = CacheDigests(dict.fromkeys((p.layer for p in planes), memory), planes, 256)
-    order = np.random.default_rng(0).permutation(blocks)
+    memories = dict.fromkeys((p.layer for p in planes), memory)
+    order = BlockList(np.random.default_rng(0).permutation(blocks), 16)
+    table = TableTokens({}, memories, tuple(planes), order, 0, 1000)
 
     with Operations() as counted:
-        reader.begin(BlockList(order, 16), 0, 1000, Weights(SEED))
+        for alike in table.alike():
+            for piece in table.pieces(alike, [(0, 1000)], 256, Weights(SEED)):
+                piece.sums()
 
     assert counted.count <= 20 * -(-sizes.total_bytes() // cache_digests.SLICE_BYTES)

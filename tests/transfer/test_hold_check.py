@@ -14,7 +14,6 @@ from nixl._bindings import nixlBackendError
 from kvpatch.checks.holds import hold_check as check_module
 from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.checks.tables import (
-    _LANDINGS,
     _SLOTS,
     MOST_MISSED,
     PAUSE_SECONDS,
@@ -192,13 +191,13 @@ def test_no_place_for_a_word_is_ever_lost(tables, monkeypatch):
     generation = generation_of(START, 1)
     tables.prefill.hold("a", generation)
     silent = Silent(tables.world.decode)
-    for _ in range(_LANDINGS // 8):
+    for _ in range(HoldTable.landings // 8):
         given_up = tables.check(generation)
         assert given_up.answer(silent) is None
         given_up.release(silent)
         assert tables.ask(generation)
-    places = {tables.decode.take_landing() for _ in range(_LANDINGS)}
-    assert len(places) == _LANDINGS
+    places = {tables.decode.take_landing() for _ in range(HoldTable.landings)}
+    assert len(places) == HoldTable.landings
     assert None not in places
     assert tables.decode.take_landing() is None
 
@@ -359,7 +358,7 @@ def test_a_peer_whose_word_alone_cannot_be_read_is_asked_no_more(reads, tables, 
     assert [one.levelname for one in warned].count("WARNING") == 1
     assert tables.ask(generation)
     assert not tables.decode.missed, "one that is heard again is asked again"
-    assert len(tables.decode._free) == _LANDINGS
+    assert len(tables.decode._free) == HoldTable.landings
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -439,7 +438,7 @@ def test_a_transfer_of_vllms_is_done_once_p_has_said_that_it_held_the_blocks(
     assert read.telemetry().totalBytes == 4096
     assert notifications(world) == ([message] if message else [])
     read.release()
-    assert len(tables.decode._free) == _LANDINGS
+    assert len(tables.decode._free) == HoldTable.landings
 
 
 @pytest.mark.parametrize("age_seconds", [0.0, 2.0])
@@ -457,4 +456,4 @@ def test_a_transfer_of_vllms_fails_where_p_has_let_go_of_the_blocks(tables, age_
     assert read.lifetime.verdict is CheckResult.GONE
     assert notifications(world) == []
     read.release()
-    assert len(tables.decode._free) == _LANDINGS
+    assert len(tables.decode._free) == HoldTable.landings

@@ -12,19 +12,20 @@ import torch
 
 from kvpatch.checks.digests import digest_check as read_module
 from kvpatch.checks.digests import worker_digests as maker_module
-from kvpatch.checks.digests.digest_check import DigestCheck, DigestCounts, DigestRead, LoadProof
+from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
+from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead
 from kvpatch.checks.digests.digest_table import (
-    _LANDINGS,
-    _RING_BYTES,
+    _RING_END,
+    _RING_START,
     _SLOTS,
     MOST_BYTES,
     DigestTable,
 )
-from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.checks.digests.worker_digests import DigestMaker, Order
 from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
 from kvpatch.core.errors import NoDigest
-from kvpatch.observe.catalogue import Proof
+from kvpatch.observe.book import Book, ComparedRead, Sample
+from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 
 from .digest_world import Engine, Rank, request_of
 from .staged_world import SECONDS, World, connected_world
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.lab
 START = 7
 FIRST = generation_of(START, 1)
 TOKENS = 70
-STREAM = DigestStream(torch.device("cpu"))
 
 
 @dataclass
@@ -110,7 +110,7 @@ def test_a_later_request_in_the_same_place_has_taken_it(tables):
 
 def test_a_ring_that_has_gone_round_is_noticed(tables):
     tables.prefill.write(FIRST, b"a" * MOST_BYTES)
-    for count in range(2, 3 + _RING_BYTES // MOST_BYTES):
+    for count in range(2, 3 + (_RING_END - _RING_START) // MOST_BYTES):
         tables.prefill.write(generation_of(START, count), b"b" * MOST_BYTES)
     with pytest.raises(NoDigest, match="has written other digests over those"):
         tables.answer(tables.read())
@@ -126,9 +126,9 @@ def test_an_entry_that_points_elsewhere_is_not_followed(tables):
 
 def test_places_are_given_back(tables):
     tables.prefill.write(FIRST, b"digests")
-    for _ in range(2 * _LANDINGS):
+    for _ in range(2 * DigestTable.landings):
         tables.answer(tables.read())
-    taken = [tables.decode.take_landing() for _ in range(_LANDINGS)]
+    taken = [tables.decode.take_landing() for _ in range(DigestTable.landings)]
     read = tables.read()
     assert read.answer(tables.world.decode) is None
     assert read._handle is None, "there is no place"
@@ -140,7 +140,7 @@ def test_places_are_given_back(tables):
 def test_who_waits_for_a_digest_keeps_nobody_else_from_one(tables):
     """Of many loads at once the first ones are often those that P is late with."""
     tables.prefill.write(FIRST, b"digests")
-    reads = [tables.read(generation_of(START, 2)) for _ in range(2 * _LANDINGS)]
+    reads = [tables.read(generation_of(START, 2)) for _ in range(2 * DigestTable.landings)]
     good, found = tables.read(), None
     end = time.monotonic() + SECONDS
     while found is None and time.monotonic() < end:
@@ -150,7 +150,7 @@ def test_who_waits_for_a_digest_keeps_nobody_else_from_one(tables):
     assert found == b"digests"
     for read in reads:
         read.release(tables.world.decode)
-    assert len(tables.decode._free) == _LANDINGS
+    assert len(tables.decode._free) == DigestTable.landings
 
 
 @pytest.mark.parametrize("is_on_its_way", [True, False])
@@ -171,7 +171,7 @@ def test_a_freeze_of_any_length_leaves_no_load_unchecked(tables, monkeypatch, is
 def test_what_does_not_come_is_not_waited_for_for_ever(tables, monkeypatch, has_place):
     monkeypatch.setattr(read_module, "_MOST_POLLS", 3)
     monkeypatch.setattr(tables.world.decode, "check_xfer_state", lambda handle: "PROC")
-    taken = [] if has_place else [tables.decode.take_landing() for _ in range(_LANDINGS)]
+    taken = [] if has_place else [tables.decode.take_landing() for _ in range(DigestTable.landings)]
     read = tables.read()
     assert read.answer(tables.world.decode) is None
     with pytest.raises(NoDigest, match="many others are on their way"):
@@ -179,16 +179,10 @@ def test_what_does_not_come_is_not_waited_for_for_ever(tables, monkeypatch, has_
             time.sleep(PAUSE_SECONDS)
             assert read.answer(tables.world.decode) is None
     read.release(tables.world.decode)
-    assert len(taken) + len(tables.decode._free) == _LANDINGS
+    assert len(taken) + len(tables.decode._free) == DigestTable.landings
 
 
 # --- both sides -------------------------------------------------------------------
-
-
-def counted(counts: DigestCounts) -> tuple[int, int, int]:
-    """Loads that were checked, alarmed and not checked; none of them in part."""
-    assert not counts.loads[Proof.PARTLY]
-    return tuple(counts.loads[proof] for proof in (Proof.CHECKED, Proof.ALARM, Proof.UNCHECKED))
 
 
 def table_of(engine: Engine, first_token: int = 0, end_token: int = TOKENS) -> TableTokens:
@@ -205,28 +199,33 @@ def _bytes_of(engine: Engine):
 
 
 class Load:
-    """P's digest of a request, and a D that compares one of its own."""
+    """P's digest of a request, and a D that compares one of its own.
+
+    Attributes:
+        compared: what the last comparison has found.
+    """
 
     def __init__(self, tables: Tables, decode: list[Engine], prefill: Engine) -> None:
         self.tables, self.decode, self.prefill = tables, decode, prefill
-        self.counts = DigestCounts()
+        self.compared = ComparedRead()
+
+    def maker(self, *, is_sample: bool = False) -> tuple[DigestMaker, DigestStream]:
+        stream = DigestStream(self.prefill.memory.device)
+        return DigestMaker(self.tables.prefill, stream, is_sample=is_sample), stream
 
     def digest(
         self, *, is_held: bool = True, is_sample: bool = False, end_token: int = TOKENS
     ) -> None:
-        maker = DigestMaker(self.tables.prefill, is_sample=is_sample)
-        stream = DigestStream(self.prefill.memory.device)
+        maker, stream = self.maker(is_sample=is_sample)
         table = table_of(self.prefill, end_token=end_token)
-        order = Order(FIRST, [table], end_token, lambda: is_held, stream, None)
-        maker.add(order)
-        maker._thread.shutdown()
+        maker.add(Order(FIRST, [table], end_token, lambda: is_held, None))
+        stream.thread.shutdown()
 
     def check(self, *, is_sample: bool = False, first_token: int = 0) -> bool:
-        proof = LoadProof(self.counts, "request")
         tables = [table_of(engine, first_token) for engine in self.decode]
         stream = DigestStream(self.prefill.memory.device)
-        check = DigestCheck(self.tables.read(), tables, proof, stream, is_sample=is_sample)
-        proof.seal(is_read=True)
+        self.compared = ComparedRead()
+        check = DigestCheck(self.tables.read(), tables, "request", stream, self.compared, is_sample)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             found = check.answer(self.tables.world.decode)
@@ -235,10 +234,6 @@ class Load:
                 check.release(self.tables.world.decode)
                 return found
         raise TimeoutError
-
-    @property
-    def counted(self) -> tuple[int, int, int]:
-        return counted(self.counts)
 
 
 RANKS = {
@@ -262,10 +257,9 @@ def test_a_good_load_is_checked(load, ours, theirs):
     load.digest(is_sample=theirs)
     assert load.check(is_sample=ours)
     is_whole = load.decode[0].blocks.first_token % 16 == 0
-    if is_whole or ours or theirs:
-        assert load.counted == (1, 0, 0)
-    else:  # what it has loaded of its first range was compared with nothing
-        assert load.counts.loads == {Proof.PARTLY: 1}
+    # Else what it has loaded of its first range was compared with nothing.
+    is_checked = is_whole or ours or theirs
+    assert load.compared.proof is (Proof.CHECKED if is_checked else Proof.PARTLY)
 
 
 def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
@@ -275,11 +269,8 @@ def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
     block, offset = engine.blocks.locate(TOKENS - 1)
     engine.view(plane)[block, 1, offset, 0, 0] ^= 4
     with caplog.at_level("ERROR"):
-        told = []
-    load.counts.tell = lambda *what: told.append(what)
-    assert load.check() is False
-    assert load.counted == (0, 1, 0)
-    assert told == [(Proof.ALARM, plane.layer)]
+        assert load.check() is False
+    assert (load.compared.proof, load.compared.layer) == (Proof.ALARM, plane.layer)
     (line,) = (one.getMessage() for one in caplog.records)
     assert line.startswith("request request, read from ")
     head = plane.first_head + 1
@@ -299,25 +290,23 @@ def test_a_read_of_a_digest_that_cannot_be_cancelled_fails_no_load(load, monkeyp
     monkeypatch.setattr(agent, "release_xfer_handle", release)
 
     assert load.check()
-    assert load.counted == (0, 0, 1)
+    assert load.compared.proof is Proof.UNCHECKED
 
 
 def test_blocks_that_are_let_go_of_while_they_are_read_get_no_digest(load, monkeypatch):
     """Nothing of what was read of them is written down."""
     asked = iter([True, False, False])
-    maker = DigestMaker(load.tables.prefill, is_sample=False)
-    stream = DigestStream(load.prefill.memory.device)
-    order = Order(FIRST, [table_of(load.prefill)], TOKENS, lambda: next(asked), stream, None)
-    maker.add(order)
-    maker._thread.shutdown()
+    maker, stream = load.maker()
+    maker.add(Order(FIRST, [table_of(load.prefill)], TOKENS, lambda: next(asked), None))
+    stream.thread.shutdown()
     assert load.check()
-    assert load.counted == (0, 0, 1)
+    assert load.compared.proof is Proof.UNCHECKED
 
 
 def test_a_load_of_less_than_a_range_is_not_checked(load):
     load.digest()
     assert load.check(first_token=TOKENS - 3)
-    assert load.counted == (0, 0, 1)
+    assert load.compared.proof is Proof.UNCHECKED
 
 
 def test_a_layer_that_p_does_not_have_leaves_a_load_unchecked(load):
@@ -325,14 +314,14 @@ def test_a_layer_that_p_does_not_have_leaves_a_load_unchecked(load):
     engine.planes = engine.planes[:-1]
     load.digest()
     assert load.check()
-    assert load.counted == (0, 0, 1)
+    assert load.compared.proof is Proof.UNCHECKED
 
 
 def test_a_token_that_p_has_not_is_not_taken_for_checked(load):
     """As where a proxy gives D a longer prompt than P."""
     load.digest(end_token=TOKENS - 1)
     assert load.check()
-    assert load.counts.loads == {Proof.PARTLY: 1}
+    assert load.compared.proof is Proof.PARTLY
 
 
 @pytest.mark.parametrize("are_many", [True, False])
@@ -342,21 +331,22 @@ def test_what_comes_faster_than_it_is_digested_is_left_undone(
     """And nobody waits for it; P's log says so once. One that is late and alone was frozen."""
     monkeypatch.setattr(maker_module, "_LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setattr(maker_module, "_MOST_WAITING", 1 if are_many else 2)
-    maker, goes_on, made = DigestMaker(tables.prefill, is_sample=False), Event(), []
+    stream, goes_on, made = DigestStream(torch.device("cpu")), Event(), []
+    maker = DigestMaker(tables.prefill, stream, is_sample=False)
 
     def order(count: int) -> Order:
         def is_held() -> bool:
             made.append(count)
             return goes_on.wait(SECONDS)
 
-        return Order(generation_of(START, count), [], TOKENS, is_held, STREAM, None)
+        return Order(generation_of(START, count), [], TOKENS, is_held, None)
 
     with caplog.at_level("WARNING"):
         for count in (1, 2, 3):
             maker.add(order(count))
         time.sleep(0.1)
         goes_on.set()
-        maker._thread.shutdown()
+        stream.thread.shutdown()
     assert set(made) == ({1, 3} if are_many else {1, 2, 3})
     with pytest.raises(NoDigest, match="has no digest"):
         tables.answer(tables.read(generation_of(START, 2)))
@@ -367,22 +357,32 @@ def test_what_comes_faster_than_it_is_digested_is_left_undone(
 
 def test_where_no_thread_is_to_be_had_nothing_is_raised(tables, caplog, monkeypatch):
     """Into the engine's step it would be."""
-    maker = DigestMaker(tables.prefill, is_sample=False)
+    stream = DigestStream(torch.device("cpu"))
+    maker = DigestMaker(tables.prefill, stream, is_sample=False)
 
     def submit(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(maker._thread, "submit", submit)
+    monkeypatch.setattr(stream.thread, "submit", submit)
     with caplog.at_level("WARNING"):
-        maker.add(Order(FIRST, [], TOKENS, lambda: True, None, None))
+        maker.add(Order(FIRST, [], TOKENS, lambda: True, None))
     assert "can't start new thread" in caplog.text
     with pytest.raises(NoDigest, match="has no digest"):  # D need not wait for it
         tables.answer(tables.read())
 
 
+def is_read(stream: DigestStream) -> bool:
+    """True if the cache is read, on the stream's thread."""
+    is_free = stream.work.acquire(blocking=False)
+    if is_free:
+        stream.work.release()
+    return not is_free
+
+
 def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
     """Where another request is read nobody waits for that."""
-    maker, read, goes_on = DigestMaker(tables.prefill, is_sample=False), Event(), Event()
+    stream, read, goes_on = DigestStream(torch.device("cpu")), Event(), Event()
+    maker = DigestMaker(tables.prefill, stream, is_sample=False)
     held, in_made = [True], [0]
 
     def is_held() -> bool:
@@ -392,10 +392,10 @@ def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
             goes_on.wait(SECONDS)
         return held[0]
 
-    maker.add(Order(FIRST, [], TOKENS, is_held, STREAM, None))
+    maker.add(Order(FIRST, [], TOKENS, is_held, None))
     read.wait(SECONDS)
     maker.settle()
-    assert maker._work.locked(), "it is held, and still read"
+    assert is_read(stream), "it is held, and still read"
     held[0] = False
     waits = Thread(target=maker.settle)
     waits.start()
@@ -403,54 +403,74 @@ def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
     assert waits.is_alive(), "it is read, and held no more"
     goes_on.set()
     waits.join(SECONDS)
-    assert not maker._work.locked()
-    maker._thread.shutdown()
+    assert not is_read(stream)
+    stream.thread.shutdown()
 
 
-def test_a_read_that_is_collected_while_its_load_is_counted_ends_there():
-    """On the same thread, in the middle of another one's end: nobody waits for himself."""
-    counts = DigestCounts()
-    proof = LoadProof(counts, "of which a read is forgotten")
-    proof.begin()
-    proof.begin()
-    proof.seal(is_read=True)
-    counts.tell = lambda *_: proof.end(None)  # STAND-IN for the collector
-    ends = Thread(target=proof.alarm, args=("layers.3",), daemon=True)
-    ends.start()
-    ends.join(5)
-    assert not ends.is_alive()
-    assert counted(counts) == (0, 1, 0)
+def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
+    stream, read, goes_on = DigestStream(torch.device("cpu")), Event(), Event()
+    maker = DigestMaker(tables.prefill, stream, is_sample=False)
+
+    def is_held() -> bool:
+        read.set()
+        goes_on.wait(SECONDS)
+        return False
+
+    maker.add(Order(FIRST, [], TOKENS, is_held, None))
+    read.wait(SECONDS)
+    assert is_read(stream)
+    waits = Thread(target=stream.settle)
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive()
+    goes_on.set()
+    waits.join(SECONDS)
+    assert not waits.is_alive() and not is_read(stream)
+    stream.thread.shutdown()
 
 
-def test_each_load_is_counted_once(tables):
-    told: list[tuple[Proof, str]] = []
-    counts = DigestCounts(tell=lambda *what: told.append(what))
-    proof = LoadProof(counts, "several ranks")
-    for _ in range(3):
-        proof.begin()
-    proof.end(Proof.CHECKED)
-    proof.end(Proof.UNCHECKED)
-    proof.seal(is_read=True)
-    assert counted(counts) == (0, 0, 0), "one is still under way"
-    proof.end(Proof.PARTLY)
-    assert counted(counts) == (0, 0, 1)
-    wrong = LoadProof(counts, "two wrong ranks")
-    wrong.begin()
-    wrong.begin()
-    wrong.alarm("layers.3")
-    wrong.seal(is_read=True)
-    wrong.alarm("layers.4")
-    failed = LoadProof(counts, "one that has failed")
-    failed.begin()
-    failed.seal(is_read=True)
-    failed.end(None)
-    refused = LoadProof(counts, "one of which some is read and some refused")
-    refused.begin()
-    refused.end(Proof.CHECKED)
-    refused.leave(None)
-    refused.seal(is_read=True)
-    LoadProof(counts, "one without a digest").seal(is_read=True)
-    LoadProof(counts, "one that is not read").seal(is_read=False)
-    assert counted(counts) == (0, 1, 2)
-    nothing = (Proof.UNCHECKED, "")
-    assert told == [nothing, (Proof.ALARM, "layers.3"), nothing]
+def test_a_load_that_is_given_up_is_read_no_more(load):
+    """And waits for what is read: the blocks are another request's when this returns."""
+    load.digest()
+    stream, world = DigestStream(torch.device("cpu")), load.tables.world.decode
+    tables = [table_of(engine) for engine in load.decode]
+    check = DigestCheck(load.tables.read(), tables, "request", stream, load.compared, False)
+    with stream.work:  # STAND-IN for a comparison that takes long
+        while check._future is None or not check._future.running():
+            assert check.answer(world) is None
+        waits = Thread(target=check.release, args=(world,))
+        waits.start()
+        waits.join(0.05)
+        assert waits.is_alive()
+    waits.join(SECONDS)
+    stream.thread.shutdown()
+    assert check._future.result() == ((), Proof.UNCHECKED)
+
+
+def test_each_load_is_counted_once():
+    """By the least that is proven of its reads; one that failed for other reasons is not."""
+    book = Book()
+    book.take()
+    book.report({"where digests are off"})
+    assert not [one for one in book.take() if one.name == DIGESTS.name]
+    book.has_digests = True
+
+    def told(name: str, *proofs: Proof, failed: bool = False) -> list[Sample]:
+        for number, proof in enumerate(proofs):
+            compared = book.compare(name)
+            compared.proof, compared.layer = proof, f"layers.{number}"
+        book.report({name}, {name} if failed else ())
+        return [one for one in book.take() if one.name in (DIGESTS.name, DIGEST_ALARMS.name)]
+
+    for proofs, expected in (
+        ((Proof.CHECKED, Proof.CHECKED), "checked"),
+        ((Proof.CHECKED, Proof.PARTLY), "partly"),
+        ((Proof.CHECKED, Proof.UNCHECKED, Proof.PARTLY), "unchecked"),
+        ((), "unchecked"),
+    ):
+        assert told("a", *proofs) == [(DIGESTS.name, expected, 1)]
+    assert told("b", Proof.CHECKED, Proof.ALARM, Proof.ALARM, failed=True) == [
+        (DIGESTS.name, "alarm", 1),
+        (DIGEST_ALARMS.name, "layers.1", 1),
+    ]
+    assert told("c", Proof.UNCHECKED, failed=True) == []

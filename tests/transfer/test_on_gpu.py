@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
-from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.cache_digests import memories_of
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
@@ -27,8 +26,11 @@ from kvpatch.transfer.caches import Caches, placing_on
 from kvpatch.transfer.place import place_on_device
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool
+from tests.geometry.slow_digests import as_numbers
 from tests.geometry.whole_caches import CacheSizes, named_layout
 from tests.on_gpu import GPU
+
+from .digest_world import digested
 
 pytestmark = pytest.mark.patching
 
@@ -121,10 +123,9 @@ def test_random_caches_have_the_digests_of_host_memory(device: str) -> None:
         world = World(seed, device)
         found = []
         for memory, local in zip(world.memories, world.local, strict=True):
-            digests = CacheDigests(memories_of({p.layer: memory for p in local}), local, 16)
-            pending = digests.begin(world.blocks[1], 0, world.tokens, Weights(b"a request"))
-            cells = pending.read().cells
-            found.append({k: {h: v.tolist() for h, v in of.items()} for k, of in cells.items()})
+            memories = memories_of({p.layer: memory for p in local})
+            digests = digested(memories, local, world.blocks[1], 16, (0, world.tokens))
+            found.append(as_numbers(digests))
         assert found[0] == found[1], world.said
 
 

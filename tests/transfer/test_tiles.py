@@ -7,18 +7,19 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
+from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import compare, ranges_of
+from kvpatch.checks.digests.digests import ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, uncovered_tail
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import zero_tokens
+from tests.geometry.slow_digests import as_numbers, proves
 from tests.geometry.test_tiles import cache_of, planes_at, rows_of
 
-from .digest_world import SEED, Engine, Rank, request_of
-from .test_cache_digests import as_numbers, expected_of
+from .digest_world import SEED, Engine, Rank, digested, request_of
+from .test_cache_digests import expected_of
 
 pytestmark = pytest.mark.patching
 
@@ -43,21 +44,21 @@ def test_a_request_has_one_digest(block_tokens: int, range_tokens: int) -> None:
         wanted = np.ascontiguousarray(request[0, :, :, token]).view(np.uint16)[..., 0]
         rows[:, block, :, offset] = wanted
     memory, planes = held(KeyOrder.TILED, rows)
-    reader = CacheDigests(memories_of({"layer.0": memory}), planes, range_tokens)
+    memories = memories_of({"layer.0": memory})
 
-    found = reader.begin(blocks, 0, tokens, Weights(SEED)).read()
+    found = digested(memories, planes, blocks, range_tokens, (0, tokens))
 
     expected = expected_of(request, ranges_of(0, tokens, range_tokens))
     assert as_numbers(found) == as_numbers(expected)
-    assert compare(expected, Engine(request, Rank(heads=range(2))).digests(range_tokens)).proves
+    assert proves(expected, Engine(request, Rank(heads=range(2))).digests(range_tokens))
     spoilt = planes_at(KeyOrder.COLUMN_MAJOR, block_tokens, memory.data_ptr())
-    other = CacheDigests(memories_of({"layer.0": memory}), spoilt, range_tokens)
-    assert not compare(expected, other.begin(blocks, 0, tokens, Weights(SEED)).read()).proves
+    assert not proves(expected, digested(memories, spoilt, blocks, range_tokens, (0, tokens)))
 
 
 def test_a_device_sums_tiles_as_the_host_does() -> None:
     memory, planes = held(KeyOrder.TILED, rows_of(1, 64))
-    for alike in CacheDigests(memories_of({"layer.0": memory}), planes, 16).alike:
+    memories, blocks = memories_of({"layer.0": memory}), BlockList(_IDS, 64)
+    for alike in TableTokens({}, memories, tuple(planes), blocks, 0, 64).alike():
         numbers = alike.numbers(_IDS)
         view = alike.view(int(numbers.max()) + 1)
         weights = Weights(SEED).words(16)
@@ -66,8 +67,7 @@ def test_a_device_sums_tiles_as_the_host_does() -> None:
             view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), 64
         )
 
-        on_host = host_sums(view.numpy(), numbers, weights, 64)
-        assert on_device.numpy().tobytes() == on_host.tobytes()
+        assert torch.equal(on_device, host_sums(view, numbers, weights, 64))
 
 
 @pytest.mark.parametrize("end", [64 + n for n in (0, 1, 2, 15, 16, 17, 33, 63)])

@@ -10,16 +10,17 @@ takes, without the gather: numpy's einsum, which widens words as it goes, 2.1 (4
 KiB, where a copy stays in the core's cache); words times weights in ``int64`` and their sum by
 torch 5 to 24; ``int64`` matrix products 4 to 9; ``float64`` products that stay below 2**53 3 to 5
 for weights of 15 bits, and 10 to 17 for two of 26 bits to each half of a word.
-
-Who calls it sees to it that the blocks are the request's own until the digests are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from math import gcd, prod
+from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,140 +34,56 @@ from kvpatch.checks.digests.digest_weights import (
     Weights,
     rows_of,
 )
-from kvpatch.checks.digests.digests import Digests, Extent, Name, ranges_of
+from kvpatch.checks.digests.digests import Digests, Extent, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Content, Counts, HeadName, Plane, Strides, planes_without
 from kvpatch.geometry.segments import BlockList, Int64Array
-from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
+from kvpatch.geometry.state_shares import Rank
+from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.transfer.cores import use_all_cores
+from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
 from kvpatch.transfer.plane_bytes import in_units, uploaded
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.recurrent_state import StatePages, tensors_of
 
 if TYPE_CHECKING:
     import torch
 
-#: Of the cache at once; what is made of it takes twice as much more on a device.
-SLICE_BYTES = 32 * 1024**2
+_LOG = logging.getLogger("kvpatch.digests")
+
+#: Of the cache at once; what is made of it takes twice as much more on a device. The thread that
+#: makes digests does nothing else for as long as that takes.
+SLICE_BYTES = 16 * 1024**2
 #: Of the cache at once on the host, for which a core's own cache has room.
 _HOST_SLICE_BYTES = 512 * 1024
 _WIDEST_BYTES = 8
 
 
-class CacheDigests:
-    """The maker of digests for the layers of one block table.
+class Alike:
+    """Planes that differ only in where their blocks lie, and how a block of theirs is walked.
 
-    Args:
-        memories: the memory that each layer's planes lie in (:func:`memories_of`).
-        planes: the planes whose blocks a request's block list counts. Content that each rank has
-            of its own, such as recurrent state, has the rank's number as its head.
-        range_tokens: the tokens of a range; a mismatch is located to a range.
+    Attributes:
+        row_bytes: the bytes of one token of one head.
+        block_bytes: the bytes of one block of one plane.
     """
 
-    def __init__(
-        self, memories: Mapping[str, Bytes], planes: Sequence[Plane], range_tokens: int
-    ) -> None:
-        self._range_tokens = range_tokens
-        kinds: dict[object, list[Plane]] = {}
-        for plane in planes:
-            shape = plane.strides_bytes[1:], plane.counts[1:], plane.tile
-            kind = shape, plane.item_bytes, plane.is_whole
-            kinds.setdefault((memories[plane.layer].address, kind), []).append(plane)
-        self.alike = [Alike(memories[of[0].layer], tuple(of)) for of in kinds.values()]
-
-    def begin(
-        self, blocks: BlockList, first_token: int, end_token: int, weights: Weights
-    ) -> PendingDigests:
-        """Starts the digests of some tokens on the device, in its current stream.
-
-        A block that is a whole belongs to the range that its first token lies in.
-
-        Raises:
-            DigestsRefused: the blocks are not of these planes, or have no room for the tokens.
-        """
-        ranges = ranges_of(first_token, end_token, self._range_tokens)
-        if not ranges or first_token < blocks.first_token or end_token > blocks.end_token:
-            raise DigestsRefused(
-                f"expected some tokens of {blocks.first_token} to {blocks.end_token}, found "
-                f"{first_token} to {end_token}"
-            )
-        borders = np.array([first_token, *(end for _, end in ranges)]) - blocks.first_token
-        parts = tuple(
-            (alike.planes, _cells(alike, _rows_in(alike.planes, blocks, borders), weights))
-            for alike in self.alike
-        )
-        return PendingDigests(weights.seed, ranges, parts)
-
-
-def memories_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bytes]:
-    """Returns each layer's memory: one range for all if possible, so that one pass reads them."""
-    everything = one_memory(tensors.values())
-    return {layer: everything or storage_of(tensor) for layer, tensor in tensors.items()}
-
-
-class PendingDigests(NamedTuple):
-    """Digests that a device may still be making: [plane, head, range] of planes alike."""
-
-    seed: bytes
-    ranges: tuple[Extent, ...]
-    parts: tuple[tuple[tuple[Plane, ...], torch.Tensor], ...]
-
-    def read(self) -> Digests:
-        """The numbers; waits for the device."""
-        import torch
-
-        flat = torch.cat([cells.flatten() for _, cells in self.parts]).cpu().numpy()
-        found: dict[Name, dict[int, UInt64Array]] = {}
-        for planes, cells in self.parts:
-            numbers, flat = flat[: cells.numel()], flat[cells.numel() :]
-            of_planes = numbers.view(np.uint64).reshape(cells.shape)
-            for plane, of_heads in zip(planes, of_planes, strict=True):
-                heads = found.setdefault((plane.layer, plane.content), {})
-                heads.update(enumerate(of_heads, plane.first_head))
-        return Digests(self.seed, self.ranges, found)
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Planes that differ only in where their blocks lie, and how a block of theirs is walked."""
-
-    memory: Bytes
-    planes: tuple[Plane, ...]
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Returns the bytes of one token of one head."""
-        return self.planes[0].counts.channels * self.planes[0].item_bytes
-
-    @cached_property
-    def block_bytes(self) -> int:
-        """Returns the bytes of one block of one plane."""
-        counts = self.planes[0].counts
-        return counts.heads * counts.block_tokens * self.row_bytes
-
-    @cached_property
-    def _first(self) -> int:
-        return min(plane.address for plane in self.planes)
-
-    @cached_property
-    def _step(self) -> int:
-        """Returns a size that every distance between two blocks is a multiple of."""
-        apart = (plane.address - self._first for plane in self.planes)
-        strides = (plane.strides_bytes.block for plane in self.planes)
-        return gcd(*apart, *strides) or _WIDEST_BYTES
-
-    @cached_property
-    def _axes(self) -> tuple[tuple[int, int], ...]:
-        """(size, stride in bytes) of head, token and a row's pieces, which are bytes or items."""
-        plane = self.planes[0]
-        _, *outer, (channels, apart) = plane.axes
-        if channels == 1 or apart == plane.item_bytes:
-            return (*outer, (channels * plane.item_bytes, 1))
-        return (*outer, (channels, apart), (plane.item_bytes, 1))
-
-    @cached_property
-    def _unit(self) -> int:
-        """The widest that all of it is a whole number of."""
-        *outer, (piece, _) = self._axes
-        offsets = self.memory.address, self._first - self.memory.address, self._step
-        return gcd(_WIDEST_BYTES, *offsets, piece, *(stride for _, stride in outer))
+    def __init__(self, memory: Bytes, planes: Sequence[Plane]) -> None:
+        self.memory, self.planes, plane = memory, planes, planes[0]
+        self.row_bytes = plane.counts.channels * plane.item_bytes
+        self.block_bytes = plane.counts.heads * plane.counts.block_tokens * self.row_bytes
+        self._first = min(plane.address for plane in planes)
+        apart = (plane.address - self._first for plane in planes)
+        # Every distance between two blocks is a multiple of it.
+        self._step = gcd(*apart, *(one.strides_bytes.block for one in planes)) or _WIDEST_BYTES
+        _, *outer, (channels, stride) = plane.axes
+        if channels > 1 and stride != plane.item_bytes:
+            outer, piece = [*outer, (channels, stride)], plane.item_bytes
+        else:
+            piece = channels * plane.item_bytes
+        offsets = memory.address, self._first - memory.address, self._step
+        unit = gcd(_WIDEST_BYTES, *offsets, piece, *(stride for _, stride in outer))
+        self._unit, self._axes = unit, [*((n, stride // unit) for n, stride in outer)]
+        self._axes.append((piece // unit, 1))
 
     def numbers(self, block_ids: Int64Array) -> Int64Array:
         """[plane, block] in steps from the first."""
@@ -179,114 +96,200 @@ class Alike:
 
         Of tiled planes tokens and units are several axes each.
         """
-        unit = self._unit
-        *outer, (piece, _) = self._axes
-        return in_units(self.memory.memory, unit).as_strided(
-            (end, *(size for size, _ in outer), piece // unit),
-            (self._step // unit, *(stride // unit for _, stride in outer), 1),
-            (self.memory.memory.storage_offset() + self._first - self.memory.address) // unit,
+        sizes, strides = zip(*self._axes, strict=True)
+        memory, unit = self.memory.memory, self._unit
+        start = memory.storage_offset() + self._first - self.memory.address
+        return in_units(memory, unit).as_strided(
+            (end, *sizes), (self._step // unit, *strides), start // unit
         )
 
 
-class _Rows(NamedTuple):
-    """The rows of some tokens in the blocks that hold them; a token has one row or several.
-
-    Attributes:
-        ids: of the blocks.
-        first_token: of the first of them.
-        borders: of the ranges, in tokens behind that one.
-    """
-
-    ids: Int64Array
-    first_token: int
-    borders: Int64Array
-
-
-def _rows_in(planes: Sequence[Plane], blocks: BlockList, borders: Int64Array) -> _Rows:
-    """The blocks that hold what lies between the borders, which count from the first block's."""
-    size, available = blocks.block_tokens, min(plane.counts.blocks for plane in planes)
-    if planes[0].is_whole:
-        borders = -(-borders // size) * size
-    first, end = int(borders[0]) // size, -(-int(borders[-1]) // size)
-    ids = blocks.block_ids[first:end]
-    if planes[0].counts.block_tokens != size or ids.max(initial=0) >= available:
-        raise DigestsRefused(
-            f"expected blocks of {planes[0].counts.block_tokens} tokens below {available}, found "
-            f"blocks of {size} up to {ids.max(initial=0)}"
-        )
-    return _Rows(ids, blocks.first_token + first * size, borders - first * size)
-
-
-class _Slice(NamedTuple):
+class Piece(NamedTuple):
     """The part of the cache that is read at once.
 
     Attributes:
-        planes: which planes.
+        planes: which of the planes.
+        ranges: which of the ranges.
         numbers: the numbers of their blocks.
-        rows: which of the rows these are.
-        ranges: which of the ranges these are.
-        borders: the borders of the ranges, in rows of the slice.
+        words: the weights of a row's words.
+        rows: the weights of these rows; a token has one row or several.
+        borders: the borders of the ranges, in rows of the piece.
     """
 
+    alike: Alike
     planes: slice
-    numbers: Int64Array
-    rows: slice
     ranges: slice
+    numbers: Int64Array
+    words: UInt64Array
+    rows: UInt64Array
     borders: Int64Array
 
-
-def _slices(alike: Alike, wanted: _Rows, rows_per_token: int) -> Iterator[_Slice]:
-    numbers = alike.numbers(wanted.ids)
-    planes, blocks = numbers.shape
-    per_block = alike.planes[0].counts.block_tokens * rows_per_token
-    blocks_at_once = min(blocks, max(1, SLICE_BYTES // alike.block_bytes))
-    planes_at_once = max(1, SLICE_BYTES // (blocks_at_once * alike.block_bytes))
-    for block in range(0, blocks, blocks_at_once):
-        rows = slice(block * per_block, min(blocks, block + blocks_at_once) * per_block)
-        borders = np.clip(wanted.borders * rows_per_token, rows.start, rows.stop)
-        filled = np.flatnonzero(np.diff(borders))
-        ranges = slice(int(filled[0]), int(filled[-1]) + 1)
-        for plane in range(0, planes, planes_at_once):
-            of_planes = slice(plane, plane + planes_at_once)
-            yield _Slice(
-                of_planes,
-                numbers[of_planes, block : block + blocks_at_once],
-                rows,
-                ranges,
-                borders[ranges.start : ranges.stop + 1] - rows.start,
-            )
-
-
-def _cells(alike: Alike, wanted: _Rows, weights: Weights) -> torch.Tensor:
-    """[plane, head, range]."""
-    import torch
-
-    counts, device = alike.planes[0].counts, alike.memory.memory.device
-    shape = (len(alike.planes), counts.heads, wanted.borders.size - 1)
-    cells = torch.zeros(shape, dtype=torch.int64, device=device)
-    if not wanted.ids.size:
-        return cells
-    rows_per_token, words = rows_of(alike.row_bytes)
-    first = wanted.first_token * rows_per_token
-    end = first + wanted.ids.size * counts.block_tokens * rows_per_token
-    of_words, of_rows = weights.words(words), weights.rows(first, end)
-    slices = list(_slices(alike, wanted, rows_per_token))
-    view = alike.view(max(int(one.numbers.max()) for one in slices) + 1)
-    sent = [of_words.view(np.int64), of_rows.view(np.int64)]
-    sent += [one.borders for one in slices]
-    sent += [] if device.type == "cpu" else [one.numbers for one in slices]
-    on_device = uploaded(sent, device)
-    for at, one in enumerate(slices):
-        shape = (*one.numbers.shape, counts.heads, counts.block_tokens * rows_per_token)
+    def sums(self) -> torch.Tensor:
+        """[plane, head, range], on the device, in its current stream."""
+        counts, device = self.alike.planes[0].counts, self.alike.memory.memory.device
+        view = self.alike.view(int(self.numbers.max()) + 1)
+        sent = self.words.view(np.int64), self.rows.view(np.int64), self.borders, self.numbers
+        words, rows, borders, numbers = uploaded(sent, device)
         if device.type == "cpu":
-            found = host_sums(view.numpy(), one.numbers, of_words, counts.block_tokens)
-            sums = torch.from_numpy(found.view(np.int64))
+            sums = host_sums(view, self.numbers, self.words, counts.block_tokens)
         else:
-            numbers = on_device[2 + len(slices) + at]
-            sums = device_sums(view, numbers, on_device[0], counts.block_tokens)
-        of_ranges = _range_sums(sums.view(shape), on_device[1][:, one.rows], on_device[2 + at])
-        cells[one.planes, :, one.ranges] += of_ranges
-    return cells
+            sums = device_sums(view, numbers, words, counts.block_tokens)
+        return _range_sums(sums.view(*self.numbers.shape, *sums.shape[1:]), rows, borders)
+
+
+@dataclass(frozen=True)
+class TableTokens:
+    """The tokens of one block table's layers that are to be digested.
+
+    The caller ensures that the blocks are the request's own until the digests are made.
+
+    Attributes:
+        tensors: of all layers, which keep the memory there is; another thread may read it.
+        memories: that the planes lie in, by layer (:func:`memories_of`).
+        planes: whose blocks these count. Content that each rank has of its own, such as recurrent
+            state, has the rank's number as its head.
+        blocks: the request's.
+        first_token, end_token: what is known to be its own of them.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    memories: Mapping[str, Bytes]
+    planes: tuple[Plane, ...]
+    blocks: BlockList
+    first_token: int
+    end_token: int
+
+    @property
+    def cells(self) -> int:
+        """Returns the number of cells of one range of tokens."""
+        return sum(plane.counts.heads for plane in self.planes)
+
+    @property
+    def rows(self) -> int:
+        """Tokens, once for each plane."""
+        return len(self.planes) * max(0, self.end_token - self.first_token)
+
+    def without_heads(self, heads: Collection[HeadName]) -> TableTokens:
+        """The same without some of the planes' heads."""
+        return replace(self, planes=tuple(planes_without(self.planes, heads)))
+
+    def without_content(self, content: Content) -> TableTokens:
+        planes = tuple(plane for plane in self.planes if plane.content is not content)
+        return replace(self, planes=planes)
+
+    def without_open_blocks(self) -> list[TableTokens]:
+        """The same without the last block of planes that move whole, where it is not full.
+
+        What is behind its last token moves along, and is anything: of ranks that all have the
+        plane, each has its own, and nobody says whose was placed last where several are read.
+        """
+        size = self.blocks.block_tokens
+        rows = tuple(plane for plane in self.planes if not plane.is_whole)
+        whole = tuple(plane for plane in self.planes if plane.is_whole)
+        parts = (rows, self.end_token), (whole, self.end_token // size * size)
+        return [replace(self, planes=planes, end_token=end) for planes, end in parts if planes]
+
+    def alike(self) -> list[Alike]:
+        """Returns the planes that are read together."""
+        kinds: dict[object, list[Plane]] = {}
+        for plane in self.planes:
+            shape = plane.strides_bytes[1:], plane.counts[1:], plane.tile
+            kind = self.memories[plane.layer].address, shape, plane.item_bytes, plane.is_whole
+            kinds.setdefault(kind, []).append(plane)
+        return [Alike(self.memories[planes[0].layer], planes) for planes in kinds.values()]
+
+    def digests(
+        self,
+        extents: Sequence[Extent],
+        range_tokens: int,
+        weights: Weights,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> Digests | None:
+        """Makes the digests of runs of tokens, in ranges that a mismatch is located to.
+
+        A block that is a whole belongs to the range that its first token lies in.
+
+        Args:
+            goes_on: False ends it, asked after each piece; None is returned then.
+
+        Raises:
+            DigestsRefused: the blocks are not of these planes, or have no room for the tokens.
+        """
+        ranges = [extent for run in extents for extent in ranges_of(*run, range_tokens)]
+        heads: list[HeadName] = []
+        sums = [np.zeros((0, len(ranges)), dtype=np.uint64)]
+        for alike in self.alike():
+            shape = len(alike.planes), alike.planes[0].counts.heads, len(ranges)
+            cells = np.zeros(shape, dtype=np.uint64)
+            for piece in self.pieces(alike, extents, range_tokens, weights):
+                cells[piece.planes, :, piece.ranges] += piece.sums().cpu().numpy().view(np.uint64)
+                if not goes_on():
+                    return None
+            heads += [
+                (plane.layer, plane.content, head)
+                for plane in alike.planes
+                for head in range(plane.first_head, plane.end_head)
+            ]
+            sums.append(cells.reshape(-1, len(ranges)))
+        return Digests(weights.seed, tuple(ranges), tuple(heads), np.concatenate(sums))
+
+    def pieces(
+        self, alike: Alike, extents: Sequence[Extent], range_tokens: int, weights: Weights
+    ) -> Iterator[Piece]:
+        """Cuts runs of tokens, by blocks and then by planes."""
+        blocks, size, done = self.blocks, self.blocks.block_tokens, 0
+        rows_per_token, words = rows_of(alike.row_bytes)
+        of_words = weights.words(words)
+        for first, end in extents:
+            borders = self._borders(alike, first, end, range_tokens)
+            stop = -(-int(borders[-1]) // size)
+            at_once = max(1, SLICE_BYTES // alike.block_bytes)
+            for block in range(int(borders[0]) // size, stop, at_once):
+                ids = blocks.block_ids[block : min(block + at_once, stop)]
+                inside = np.clip(borders - block * size, 0, ids.size * size) * rows_per_token
+                filled = np.flatnonzero(np.diff(inside))
+                columns = slice(int(filled[0]), int(filled[-1]) + 1)
+                row = (blocks.first_token + block * size) * rows_per_token
+                of_rows = weights.rows(row, row + ids.size * size * rows_per_token)
+                numbers = alike.numbers(ids)
+                planes = max(1, SLICE_BYTES // (ids.size * alike.block_bytes))
+                for plane in range(0, len(alike.planes), planes):
+                    yield Piece(
+                        alike,
+                        slice(plane, plane + planes),
+                        slice(done + columns.start, done + columns.stop),
+                        numbers[plane : plane + planes],
+                        of_words,
+                        of_rows,
+                        inside[columns.start : columns.stop + 1],
+                    )
+            done += borders.size - 1
+
+    def _borders(self, alike: Alike, first: int, end: int, range_tokens: int) -> Int64Array:
+        """Returns the borders of the ranges in a run, in tokens behind the first block's."""
+        blocks, plane = self.blocks, alike.planes[0]
+        if not blocks.first_token <= first < end <= blocks.end_token:
+            raise DigestsRefused(
+                f"expected some tokens of {blocks.first_token} to {blocks.end_token}, found "
+                f"{first} to {end}"
+            )
+        available, highest = min(p.counts.blocks for p in alike.planes), blocks.block_ids.max()
+        if plane.counts.block_tokens != blocks.block_tokens or highest >= available:
+            raise DigestsRefused(
+                f"expected blocks of {plane.counts.block_tokens} tokens below {available}, found "
+                f"blocks of {blocks.block_tokens} up to {highest}"
+            )
+        ends = [last for _, last in ranges_of(first, end, range_tokens)]
+        borders = np.array([first, *ends]) - blocks.first_token
+        return (
+            -(-borders // blocks.block_tokens) * blocks.block_tokens if plane.is_whole else borders
+        )
+
+
+def memories_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bytes]:
+    """Returns each layer's memory: one range for all if possible, so that one pass reads them."""
+    everything = one_memory(tensors.values())
+    return {layer: everything or storage_of(tensor) for layer, tensor in tensors.items()}
 
 
 def device_sums(
@@ -310,30 +313,28 @@ def device_sums(
 
 
 def host_sums(
-    view: npt.NDArray[Any], numbers: Int64Array, weights: UInt64Array, tokens: int
-) -> UInt64Array:
+    view: torch.Tensor, numbers: Int64Array, weights: UInt64Array, tokens: int
+) -> torch.Tensor:
     """Computes :func:`device_sums` on the host, in pieces that fit into a core's own cache."""
-    at_once = max(1, _HOST_SLICE_BYTES // (prod(view.shape[1:]) * view.itemsize))
-    wanted = numbers.reshape(-1)
+    import torch
+
+    at_once = max(1, _HOST_SLICE_BYTES // (prod(view.shape[1:]) * view.element_size()))
+    wanted, cache = numbers.reshape(-1), view.numpy()
     sums = [
         np.einsum(  # to uint64: widened by their sign, and what goes beyond 64 bits is dropped
             "nhtrw,w->nhtr",
-            _host_words(view, wanted[start : start + at_once], weights.size, tokens),
+            _words(cache[wanted[start : start + at_once]], weights.size, tokens),
             weights,
             dtype=np.uint64,
             casting="unsafe",
         )
         for start in range(0, wanted.size, at_once)
     ]
-    found: UInt64Array = np.concatenate(sums)
-    return found
+    return torch.from_numpy(np.concatenate(sums).view(np.int64)).flatten(2)
 
 
-def _host_words(
-    view: npt.NDArray[Any], numbers: Int64Array, words: int, tokens: int
-) -> npt.NDArray[np.int32]:
+def _words(rows: npt.NDArray[Any], words: int, tokens: int) -> npt.NDArray[np.int32]:
     """[number, head, token, row, word]."""
-    rows = view[numbers]
     rows = rows.reshape(*rows.shape[:2], tokens, -1)
     if rows.strides[-1] != rows.itemsize:
         rows = np.ascontiguousarray(rows)
@@ -359,3 +360,119 @@ def _range_sums(sums: torch.Tensor, weights: torch.Tensor, borders: torch.Tensor
     weighed = torch.addcmul((sums & LOW_HALF) * low, sums >> HALF_BITS, high)
     up_to = pad(weighed.transpose(1, 2).flatten(2).cumsum(2), (1, 0)).index_select(2, borders)
     return up_to[..., 1:] - up_to[..., :-1]
+
+
+class DigestStream:
+    """The place where a worker's digests are made: a thread, and on a device a stream.
+
+    Args:
+        device: of the cache.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
+        self._device = device
+        self._stream: Any = None
+        #: Begins with the first digest.
+        self.thread = ThreadPoolExecutor(1, "kvpatch-digests", use_all_cores)
+        #: Held there while the cache is read. What is collected there may let go of a load.
+        self.work = RLock()
+
+    def settle(self) -> None:
+        """Waits for all that is to be digested."""
+        try:
+            self.thread.submit(int).result()
+        except RuntimeError as error:  # the interpreter ends
+            _LOG.debug("nothing is compared any more: %s", error)
+
+    def mark(self) -> Any:
+        """Marks the device work that the engine's thread has queued; None if work ends at once."""
+        if self._streams is None:
+            return None
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self._device))
+        return event
+
+    def inside(self, after: Any = None) -> AbstractContextManager[Any]:
+        """Makes digests in the stream, while inside.
+
+        Args:
+            after: what :meth:`mark` returned; it comes after that.
+        """
+        if self._streams is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = self._streams.Stream(device=self._device)
+        if after is not None:
+            self._stream.wait_event(after)
+        entered: AbstractContextManager[Any] = self._streams.stream(self._stream)
+        return entered
+
+
+class CoveredCaches:
+    """The caches of one worker that digests cover.
+
+    Args:
+        tensors: the caches by layer.
+        planes: the planes of all layers that peers read, or that are read into.
+        groups: the layers of each block table.
+        states: the pages of layers with recurrent state, where they lie.
+        rank: the rank that these states belong to.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        planes: Iterable[Plane],
+        groups: Sequence[Group],
+        states: Mapping[str, StatePages],
+        rank: Rank,
+    ) -> None:
+        # Each rank has all of a latent, and calls it by the first of its own heads.
+        known = [
+            replace(plane, first_head=0) if plane.content is Content.LATENT else plane
+            for plane in planes
+        ]
+        memory = known[0].memory
+        known += [_state_plane(name, pages, rank, memory) for name, pages in states.items()]
+        self._tensors = {plane.layer: tensors_of(tensors[plane.layer])[0] for plane in known}
+        self._memories = memories_of(self._tensors)
+        self._by_group = [
+            tuple(plane for plane in known if plane.layer in group.layers) for group in groups
+        ]
+        self.stream = DigestStream(next(iter(self._tensors.values())).device)
+
+    def table(self, number: int, blocks: BlockList, extent: tuple[int, int]) -> TableTokens | None:
+        """A group's layers and a request's blocks; None where it has none of either.
+
+        Args:
+            extent: the tokens that are known to be the request's own.
+        """
+        planes = self._by_group[number]
+        first, end = max(extent[0], blocks.first_token), min(extent[1], blocks.end_token)
+        if not planes or first >= end:
+            return None
+        return TableTokens(self._tensors, self._memories, planes, blocks, first, end)
+
+    def states(self, number: int, block: int) -> TableTokens | None:
+        """A group's recurrent states of a request: a layer's are one token of one block."""
+        return self.table(number, BlockList(np.array([block]), 1), (0, 1))
+
+
+def _state_plane(layer: str, pages: StatePages, rank: Rank, memory: Memory) -> Plane:
+    """A layer's states as rows of bytes that one rank alone has.
+
+    The rank's number stands where a head's does: one of other ranks has another share of a state,
+    and is compared with none.
+    """
+    size = pages.size_bytes
+    return Plane(
+        layer,
+        Content.STATE,
+        pages.address,
+        Strides(pages.stride_bytes, size, size, 1),
+        Counts(pages.blocks, 1, 1, size),
+        item_bytes=1,
+        first_head=rank.ranks * (rank.ranks - 1) // 2 + rank.number,
+        memory=memory,
+    )

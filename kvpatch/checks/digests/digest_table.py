@@ -7,12 +7,15 @@ request's. Behind the ring there is room for what this worker reads of its peers
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
-from kvpatch.checks.tables import WORD_BYTES, PeerTable, is_still_to_come
+from kvpatch.checks.tables import WORD_BYTES, PeerTable
+
+_LOG = logging.getLogger("kvpatch.digests")
 
 #: Of one request's digests on one rank; with larger ranges of tokens any request's have room.
 MOST_BYTES = 256 * 1024
@@ -21,12 +24,7 @@ _SLOTS = 1 << 12
 _ENTRY_WORDS = 4
 ENTRY_BYTES = _ENTRY_WORDS * WORD_BYTES
 _RING_START = _SLOTS * ENTRY_BYTES
-_RING_BYTES = 16 * 1024**2
-_LANDING_START = _RING_START + _RING_BYTES
-_LANDING_BYTES = ENTRY_BYTES + MOST_BYTES
-#: Digests of peers that are read at the same time.
-_LANDINGS = 16
-TABLE_BYTES = _LANDING_START + _LANDINGS * _LANDING_BYTES
+_RING_END = _RING_START + 16 * 1024**2
 
 #: Of a word: there are no digests of this request, and there will be none.
 _NONE = 1
@@ -47,29 +45,23 @@ class Entry(NamedTuple):
     size_bytes: int
     check: int
 
-    def is_to_come(self, generation: int) -> bool:
-        return is_still_to_come(self.word, generation)
-
     def says(self, generation: int) -> bool:
-        inside = _RING_START <= self.start <= self.start + self.size_bytes <= _LANDING_START
+        inside = _RING_START <= self.start <= self.start + self.size_bytes <= _RING_END
         return self.word == generation and 0 < self.size_bytes <= MOST_BYTES and inside
-
-    def fits(self, content: bytes) -> bool:
-        return crc32(content) == self.check
 
 
 class DigestTable(PeerTable):
     """The table of one worker's digests, with room for those of peers that it reads."""
 
-    size_bytes = TABLE_BYTES
-    landings = range(_LANDINGS)
+    landing_start = _RING_END
+    landings = 16
+    landing_bytes = MOST_BYTES
 
     def __init__(self, nixl: Any) -> None:
         super().__init__(nixl)
         self._words = self._bytes[:_RING_START].view(np.uint64)
         self._next = _RING_START
-
-    # --- the side that is read --------------------------------------------------
+        self._doubted: set[str] = set()
 
     def write(self, generation: int, content: bytes | None) -> None:
         """Writes down a request's digests; by one thread.
@@ -82,29 +74,18 @@ class DigestTable(PeerTable):
         if content is None or not 0 < len(content) <= MOST_BYTES:
             self._words[at] = generation | _NONE
             return
-        if self._next + len(content) > _LANDING_START:
+        if self._next + len(content) > _RING_END:
             self._next = _RING_START
         start, self._next = self._next, self._next + len(content) + -len(content) % WORD_BYTES
         self._bytes[start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
         self._words[at + 1 : at + _ENTRY_WORDS] = start, len(content), crc32(content)
         self._words[at] = generation
 
-    # --- the side that reads ----------------------------------------------------
-
-    def entry_address(self, landing: int) -> int:
-        return self.address + _LANDING_START + landing * _LANDING_BYTES
-
-    def content_address(self, landing: int) -> int:
-        return self.entry_address(landing) + ENTRY_BYTES
-
-    def entry(self, landing: int) -> Entry:
-        start = _LANDING_START + landing * _LANDING_BYTES
-        words = self._bytes[start : start + ENTRY_BYTES].view(np.uint64)
-        return Entry(*words.tolist())
-
-    def content(self, landing: int, size_bytes: int) -> bytes:
-        start = _LANDING_START + landing * _LANDING_BYTES + ENTRY_BYTES
-        return self._bytes[start : start + size_bytes].tobytes()
+    def doubt(self, agent: str, why: object) -> None:
+        """Logs why a load is not checked: the first of a peer's so that it is seen."""
+        level = logging.DEBUG if agent in self._doubted else logging.WARNING
+        self._doubted.add(agent)
+        _LOG.log(level, "a load is not checked by its digest: %s", why)
 
 
 def entry_address(table: int, generation: int) -> int:

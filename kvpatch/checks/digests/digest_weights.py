@@ -83,7 +83,8 @@ class Weights:
 
     def rows(self, first: int, end: int) -> UInt64Array:
         """[half, row] of rows from one to another; a token has as many as :func:`rows_of` says."""
-        return _by_half(self._drawn("row", 2 * first, 2 * end))
+        halves: UInt64Array = self._drawn("row", 2 * first, 2 * end).reshape(-1, 2).T
+        return halves
 
     def _drawn(self, what: str, first: int, end: int) -> UInt64Array:
         """Odd numbers by their place in a series, the same wherever a part of it begins."""
@@ -95,8 +96,3 @@ class Weights:
         )
         numbers: UInt64Array = np.frombuffer(raw, "<u8").astype(np.uint64) | np.uint64(1)
         return numbers[first - lots.start * _DRAWN_AT_ONCE :][: end - first]
-
-
-def _by_half(pairs: UInt64Array) -> UInt64Array:
-    found: UInt64Array = pairs.reshape(-1, 2).T
-    return found

@@ -1,4 +1,4 @@
-"""Digests of a request's cached tokens: joined, compared by place, and as bytes that a peer reads.
+"""Digests of a request's cached tokens: compared by place, and as bytes that a peer reads.
 
 The numbers are described in ``digest_weights.py``; ``cache_digests.py`` makes them of tensors.
 """
@@ -6,19 +6,19 @@ The numbers are described in ``digest_weights.py``; ``cache_digests.py`` makes t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import shake_256
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpatch.checks.digests.digest_weights import UInt64Array
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content
+from kvpatch.geometry.plane import Content, HeadName
 
-#: A layer, and which of its contents.
-Name = tuple[str, Content]
 #: The first token, and the one past the last.
 Extent = tuple[int, int]
 
@@ -55,26 +55,23 @@ class Comparison(NamedTuple):
     unchecked: tuple[Place, ...]
     checked: int
 
-    @property
-    def proves(self) -> bool:
-        """True if all of ours was compared, and is theirs: nothing less is a load verified."""
-        return self.checked > 0 and not self.wrong and not self.unchecked
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Digests:
     """Sums of cells.
 
     Attributes:
         seed: of their weights.
         ranges: of tokens, in order.
-        cells: [range] by global head, of each layer's contents. Contents without heads have
-            head 0; what each rank has one of its own of is told apart by a number in its place.
+        heads: one row of cells each. Contents without heads have head 0; what each rank has one
+            of its own of is told apart by a number in its place.
+        sums: [head, range].
     """
 
     seed: bytes
     ranges: tuple[Extent, ...]
-    cells: Mapping[Name, Mapping[int, UInt64Array]]
+    heads: tuple[HeadName, ...]
+    sums: UInt64Array
 
 
 def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Extent, ...]:
@@ -84,84 +81,49 @@ def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Exte
     return tuple((start, end) for start, end in cut if start < end)
 
 
-def of_all_ranges(parts: Sequence[Digests]) -> Digests:
-    """Digests of the same cells in other ranges, which stay apart.
-
-    Raises:
-        DigestsRefused: they overlap, or seeds or cells are unlike.
-    """
-    ordered = sorted(parts, key=lambda part: part.ranges[0])
-    _check_alike("seeds", [part.seed for part in ordered])
-    _check_alike("cells", [{name: set(of) for name, of in part.cells.items()} for part in ordered])
-    ranges = [extent for part in ordered for extent in part.ranges]
-    for before, after in zip(ranges, ranges[1:], strict=False):
-        if after[0] < before[1]:
-            raise DigestsRefused(f"expected ranges that do not overlap, found {before} and {after}")
-    first = ordered[0]
-    cells = {
-        name: {head: np.concatenate([part.cells[name][head] for part in ordered]) for head in heads}
-        for name, heads in first.cells.items()
-    }
-    return replace(first, ranges=tuple(ranges), cells=cells)
-
-
 def compare(theirs: Digests, ours: Digests) -> Comparison:
     """Compares two digests: finds what differs, and which local parts the peer's does not cover.
 
     Raises:
         DigestsRefused: seeds are unlike.
     """
-    _check_alike("seeds", [theirs.seed, ours.seed])
-    is_same = theirs.ranges == ours.ranges
-    columns = {extent: at for at, extent in enumerate(theirs.ranges)}
-    wrong: list[tuple[Name, int, Extent]] = []
-    unchecked: list[tuple[Name, int, Extent]] = []
-    checked = 0
-    for name, heads in ours.cells.items():
-        for head, sums in heads.items():
-            expected = theirs.cells.get(name, {}).get(head)
-            if is_same and expected is not None and np.array_equal(expected, sums):
-                checked += sums.size  # what nearly all are
-                continue
-            for extent, found in zip(ours.ranges, sums.tolist(), strict=True):
-                if expected is None or extent not in columns:
-                    unchecked.append((name, head, extent))
-                    continue
-                checked += 1
-                if int(expected[columns[extent]]) != found:
-                    wrong.append((name, head, extent))
-    return Comparison(_places(wrong), _places(unchecked), checked)
+    if theirs.seed != ours.seed:
+        raise DigestsRefused(
+            f"expected digests of the same seeds, found {theirs.seed!r} and {ours.seed!r}"
+        )
+    rows, their_rows = _common(ours.heads, theirs.heads)
+    columns, their_columns = _common(ours.ranges, theirs.ranges)
+    is_known = np.zeros(ours.sums.shape, dtype=bool)
+    is_known[np.ix_(rows, columns)] = True
+    expected = ours.sums.copy()
+    expected[np.ix_(rows, columns)] = theirs.sums[np.ix_(their_rows, their_columns)]
+    return Comparison(
+        _places(ours, expected != ours.sums), _places(ours, ~is_known), int(is_known.sum())
+    )
 
 
-def _places(cells: Iterable[tuple[Name, int, Extent]]) -> tuple[Place, ...]:
+def _common(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Returns where the things stand that are in both sequences."""
+    at = {one: number for number, one in enumerate(theirs)}
+    found = [number for number, one in enumerate(ours) if one in at]
+    return found, [at[ours[number]] for number in found]
+
+
+def _places(digests: Digests, chosen: npt.NDArray[np.bool_]) -> tuple[Place, ...]:
     """Cells as few places: heads of one range together, and then ranges behind one another."""
-    by_range: dict[tuple[Name, Extent], list[int]] = {}
-    for name, head, extent in cells:
-        by_range.setdefault((name, extent), []).append(head)
+    by_range: dict[tuple[str, str, Extent], list[HeadName]] = {}
+    for row, column in np.argwhere(chosen).tolist():
+        head = digests.heads[row]
+        by_range.setdefault((head[0], head[1].value, digests.ranges[column]), []).append(head)
     found: list[Place] = []
-    for ((layer, content), (start, end)), heads in sorted(
-        by_range.items(), key=lambda item: (item[0][0][0], item[0][0][1].value, item[0][1])
-    ):
-        place = Place(layer, content, tuple(sorted(heads)), start, end)
+    for (layer, _, (start, end)), heads in sorted(by_range.items()):
+        place = Place(layer, heads[0][1], tuple(sorted(head for *_, head in heads)), start, end)
         before = found[-1] if found else place
         if before == place._replace(first_token=before.first_token, end_token=start):
             found[-1] = before._replace(end_token=end)
         else:
             found.append(place)
     return tuple(found)
-
-
-def _check_alike(what: str, found: Sequence[object]) -> None:
-    """Refuses what is not all the same.
-
-    Raises:
-        DigestsRefused: they are not.
-    """
-    other = next((one for one in found if one != found[0]), None)
-    if other is not None:
-        raise DigestsRefused(
-            f"expected digests of the same {what}, found {found[0]!r} and {other!r}"
-        )
 
 
 _LENGTH_BYTES = 8
@@ -216,7 +178,7 @@ def extents_of(
     return joined(found)
 
 
-def joined(extents: Sequence[Extent]) -> tuple[Extent, ...]:
+def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
     """Joins the extents that follow one another."""
     found: list[Extent] = []
     for start, end in extents:
@@ -243,16 +205,15 @@ def written(parts: Sequence[Stated]) -> bytes:
             "sample": part.is_sample,
             "ranges": part.digests.ranges,
             "cells": [
-                (layer, content.value, list(heads))
-                for (layer, content), heads in part.digests.cells.items()
+                (layer, content.value, [head for *_, head in heads])
+                for (layer, content), heads in groupby(part.digests.heads, lambda name: name[:2])
             ],
         }
         for part in parts
     ]
     head = json.dumps({"form": _FORM, "parts": told}, separators=(",", ":")).encode()
     head += b" " * (-len(head) % _CELL_BYTES)
-    sums = [s for part in parts for of in part.digests.cells.values() for s in of.values()]
-    raw = np.concatenate(sums).astype("<u8").tobytes() if sums else b""
+    raw = b"".join(part.digests.sums.astype("<u8").tobytes() for part in parts)
     return len(head).to_bytes(_LENGTH_BYTES, "little") + head + raw
 
 
@@ -267,45 +228,33 @@ def read(raw: bytes, seed: bytes) -> tuple[Stated, ...]:
         told = json.loads(raw[_LENGTH_BYTES:end])
         if told["form"] != _FORM:
             raise DigestsRefused(f"expected digests of form {_FORM}, found {told['form']!r}")
-        sums = np.frombuffer(raw[end:], "<u8").astype(np.uint64)
-        found, at = [], 0
+        sums, found = np.frombuffer(raw[end:], "<u8").astype(np.uint64), []
         for part in told["parts"]:
-            ranges = tuple((int(first), int(last)) for first, last in part["ranges"])
-            cells, at = _cells(part["cells"], len(ranges), sums, at)
-            digests = Digests(seed, ranges, cells)
+            heads = tuple(
+                (str(layer), Content(content), int(head))
+                for layer, content, heads in part["cells"]
+                for head in heads
+            )
+            ranges = _in_order(part["ranges"])
+            size = len(heads) * len(ranges)
+            digests = Digests(seed, ranges, heads, sums[:size].reshape(len(heads), len(ranges)))
             found.append(Stated(int(part["range"]), digests, bool(part["sample"])))
+            sums = sums[size:]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DigestsRefused(f"expected a peer's digests, found other bytes: {error!r}") from error
-    if at != sums.size or not all(part.range_tokens > 0 for part in found):
-        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
-    for part in found:
-        _check_order(part.digests.ranges)
+    if sums.size or not all(part.range_tokens > 0 for part in found):
+        raise DigestsRefused(f"expected no more sums in a peer's digests, found {sums.size}")
     return tuple(found)
 
 
-def _check_order(ranges: Sequence[Extent]) -> None:
-    """Refuses ranges out of order: nobody is kept busy with tokens that are named twice."""
-    end = 0
-    for extent in ranges:
+def _in_order(told: Iterable[Any]) -> tuple[Extent, ...]:
+    """Reads ranges in order; refuses others, which could name tokens many times."""
+    ranges = tuple((int(first), int(last)) for first, last in told)
+    ends = [0, *(last for _, last in ranges)]
+    for end, extent in zip(ends, ranges, strict=False):
         if not end <= extent[0] < extent[1]:
             raise DigestsRefused(f"expected ranges of tokens in order, found {extent} behind {end}")
-        end = extent[1]
-
-
-def _cells(
-    told: Any, ranges: int, sums: UInt64Array, at: int
-) -> tuple[dict[Name, Mapping[int, UInt64Array]], int]:
-    """Reads the cells by layer and content; returns them, and how many sums are used by now."""
-    cells: dict[Name, Mapping[int, UInt64Array]] = {}
-    for layer, content, heads in told:
-        of_heads = {}
-        for head in heads:
-            of_heads[int(head)] = sums[at : at + ranges]
-            at += ranges
-        cells[str(layer), Content(content)] = of_heads
-    if at > sums.size:
-        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
-    return cells, at
+    return ranges
 
 
 def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
@@ -315,15 +264,3 @@ def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
         for start, end in theirs.digests.ranges
         if extent[0] <= start < end <= extent[1]
     )
-
-
-def columns(digests: Digests, ranges: Sequence[Extent]) -> Digests:
-    """Digests in some of their ranges; those that they do not have are left out."""
-    at = {extent: column for column, extent in enumerate(digests.ranges)}
-    kept = tuple(extent for extent in ranges if extent in at)
-    chosen = [at[extent] for extent in kept]
-    cells = {
-        name: {head: sums[chosen] for head, sums in heads.items()}
-        for name, heads in digests.cells.items()
-    }
-    return replace(digests, ranges=kept, cells=cells)

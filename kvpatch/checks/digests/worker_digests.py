@@ -6,29 +6,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.checks.digests.digest_check import (
-    DigestCheck,
-    DigestCounts,
-    DigestRead,
-    LoadProof,
-    seed_of,
-)
+from kvpatch.checks.digests.cache_digests import CoveredCaches, DigestStream, TableTokens
+from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead, seed_of
 from kvpatch.checks.digests.digest_table import MOST_BYTES, DigestTable
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import (
-    Stated,
-    extents_of,
-    of_all_ranges,
-    range_tokens_of,
-    written,
-)
-from kvpatch.checks.digests.table_digests import CoveredCaches, DigestStream, TableTokens
+from kvpatch.checks.digests.digests import Stated, extents_of, range_tokens_of, written
 from kvpatch.checks.holds.grants import DigestOrder, StatedTables, read_promise
 from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
@@ -40,9 +26,7 @@ from kvpatch.load.read_request import DIGEST, ReadRequest, groups
 from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import Book
-from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 from kvpatch.peer.inspected_caches import InspectedCaches
-from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.lifetime import Check
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
@@ -76,7 +60,6 @@ class Order(NamedTuple):
         tables: the request's tokens in each block table.
         end_token: the end of the request's tokens.
         is_held: True while the word still stands.
-        stream: the stream that makes the digests.
         after: the device work that was queued when the request was over; the stream waits for it.
     """
 
@@ -84,24 +67,22 @@ class Order(NamedTuple):
     tables: Sequence[TableTokens]
     end_token: int
     is_held: Callable[[], bool]
-    stream: DigestStream
     after: Any
 
 
 class DigestMaker:
-    """The thread of one worker that makes digests.
+    """The maker of one worker's digests.
 
     Args:
         table: the table that digests are written to; nothing else writes to it.
+        stream: the place where they are made.
         is_sample: True if they are of a sample of the tokens.
     """
 
-    def __init__(self, table: DigestTable, *, is_sample: bool) -> None:
-        self._table = table
-        self._is_sample = is_sample
-        self._thread = ThreadPoolExecutor(1, "kvpatch-digests", use_all_cores)
-        #: Held while the cache is read.
-        self._work = Lock()
+    def __init__(self, table: DigestTable, stream: DigestStream, *, is_sample: bool) -> None:
+        self.table = table
+        self._stream = stream
+        self.is_sample = is_sample
         #: Whose request is read.
         self._read: Order | None = None
         self._has_told = False
@@ -112,18 +93,18 @@ class DigestMaker:
         """Queues an order; the thread drops it if the word of its hold is gone by then."""
         self._waiting.append(None)
         try:
-            self._thread.submit(self._make, order, time.monotonic())
+            self._stream.thread.submit(self._make, order, time.monotonic())
         except RuntimeError as error:  # no thread is to be had, or the interpreter ends
             self._waiting.pop()
             self._tell("a request gets no digest: %s", error)
-            self._table.write(order.generation, None)  # which no thread writes any more
+            self.table.write(order.generation, None)  # which no thread writes any more
 
     def settle(self) -> None:
         """Waits until nothing is read of the cache for a word that is gone, some MiB at most."""
         order = self._read
         # The thread says what it reads before it asks whether the word still stands.
         if order is not None and not order.is_held():
-            with self._work:
+            with self._stream.work:
                 pass
 
     def _make(self, order: Order, came: float) -> None:
@@ -133,14 +114,14 @@ class DigestMaker:
             if waited > _LONGEST_WAIT_SECONDS and len(self._waiting) >= _MOST_WAITING:
                 self._tell("requests come faster than they are digested: set KVPATCH_DIGEST=sample")
                 return
-            with self._work:
+            with self._stream.work:
                 self._read = order
                 content = self._made(order)
         except _ERRORS:
             _LOG.warning("a request gets no digest", exc_info=True)
         finally:
             self._read = None
-            self._table.write(order.generation, content)
+            self.table.write(order.generation, content)
 
     def _tell(self, what: str, *more: object) -> None:
         """Logs why digests are missing: the first time so that it is seen."""
@@ -153,51 +134,44 @@ class DigestMaker:
 
         if not order.is_held():
             return None
-        seed = seed_of(order.generation)
-        weights, parts = Weights(seed), []
+        weights, parts = Weights(seed_of(order.generation)), []
         cells = sum(table.cells for table in order.tables)
         most = (MOST_BYTES - _HEAD_BYTES) // _CELL_BYTES
-        size = range_tokens_of(order.end_token, cells, most)
-        with torch.inference_mode(), order.stream.inside(order.after):
+        size, is_sample = range_tokens_of(order.end_token, cells, most), self.is_sample
+        with torch.inference_mode(), self._stream.inside(order.after):
             for table in order.tables:
-                first, end = table.first_token, table.end_token
-                extents = extents_of(first, end, size, seed, is_sample=self._is_sample)
-                lots = []
-                for lot in table.made(extents, size, weights):
-                    lots.append(lot)
-                    if not order.is_held():
-                        return None
-                if lots:
-                    parts.append(Stated(size, of_all_ranges(lots), self._is_sample))
+                run = table.first_token, table.end_token
+                extents = extents_of(*run, size, weights.seed, is_sample=is_sample)
+                found = table.digests(extents, size, weights, order.is_held)
+                if found is None:
+                    return None
+                if extents:
+                    parts.append(Stated(size, found, is_sample))
         return written(parts) if parts and order.is_held() else None
 
 
 @dataclass(frozen=True)
 class DigestChecks:
-    """The checks of one worker's loads by digests.
+    """The checks of one worker's loads by digests, and what it digests for its peers.
 
     Attributes:
         ours: the worker's geometry.
         groups: the layers of each block table.
-        covered: the worker's caches; None where digests do not cover them.
-        table: the table that peers' digests are read into.
-        counts: the counts of loads by result.
-        is_sample: True if a sample of each load is checked.
+        covered: the worker's caches.
+        maker: makes digests of them.
+        book: counts loads by result.
     """
 
     ours: LocalGeometry
     groups: tuple[Group, ...]
-    covered: CoveredCaches | None
-    table: DigestTable
-    counts: DigestCounts
-    is_sample: bool
+    covered: CoveredCaches
+    maker: DigestMaker
+    book: Book
 
     def check_load(self, context: RequestContext, request: ReadRequest) -> None:
         """Adds the checks that compare what a load's reads bring with what P has."""
-        proof = LoadProof(self.counts, context.request_id)
-        context.when_prepared.append(partial(_seal, proof, context))
         stated, covered = request.stated.get(DIGEST), self.covered
-        if stated is None or covered is None or not context.is_as_read:
+        if stated is None or not context.is_as_read:
             return
         try:
             promised = read_promise(stated)
@@ -206,19 +180,19 @@ class DigestChecks:
                 for number, blocks, first_token in loaded_tokens(self.ours, self.groups, request)
             ]
         except KvpatchError as error:
-            self.counts.doubt("a request", error)
+            self.maker.table.doubt("a request", error)
             return
-        tables = [table for table in found if table is not None]
+        misses = False
         for number, group in enumerate(self.groups):
             blocks = request.local_blocks[number] if group.has_state else ()
             filled = filled_state(blocks)
             if filled is not None:
-                tables += covered.states(number, filled)
-            elif blocks:
-                proof.leave(Proof.UNCHECKED)
+                found.append(covered.states(number, filled))
+            misses |= bool(blocks) and filled is None
+        tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            stream = covered.stream
-            context.checks.append(partial(self._of_rank, proof, stream, promised, tables))
+            load = PromisedLoad(context.request_id, promised, tables, misses)
+            context.checks.append(partial(self._of_rank, load))
 
     def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
         """True if the release reads a rank for its share of states, and latents from another.
@@ -230,51 +204,77 @@ class DigestChecks:
         return is_of_many and rank.number != self.ours.tp_rank * ranks // self.ours.tp_size
 
     def _of_rank(
-        self,
-        proof: LoadProof,
-        stream: DigestStream,
-        promised: Sequence[int],
-        loaded: Sequence[TableTokens],
-        rank: RankRead,
-        before: tuple[Check, ...],
+        self, load: PromisedLoad, rank: RankRead, before: tuple[Check, ...]
     ) -> DigestCheck | None:
-        """Returns the check of one rank's read; None where nothing checks it, or it holds nothing.
-
-        Args:
-            promised: by rank of P's, where its table of digests begins, masked.
-            loaded: what the load fills.
-        """
-        held = next((check for check in before if isinstance(check, HoldCheck)), None)
-        if held is None or rank.mask is None or rank.is_idle:
+        """Returns the check of one rank's read; None where nothing checks it, or is in it."""
+        if rank.is_idle:
             return None
-        if rank.number >= len(promised):  # others of its ranks may be compared
-            proof.leave(Proof.UNCHECKED)
-            return None
-        filled = [table.without_heads(rank.taken or ()) for table in loaded]
-        if rank.taken is None and self._brings_states_alone(rank, len(promised)):
+        filled = [table.without_heads(rank.taken or ()) for table in load.tables]
+        if rank.taken is None and self._brings_states_alone(rank, len(load.promised)):
             filled = [table.without_content(Content.LATENT) for table in filled]
         tables = [table for table in filled if table.planes]
         if not tables:
             return None
+        compared = self.book.compare(load.request_id)
+        held = next((check for check in before if isinstance(check, HoldCheck)), None)
+        if held is None or rank.mask is None or rank.number >= len(load.promised):
+            return None  # others of its ranks may be compared
         is_part = False
-        if rank.taken is None and len(promised) > self.ours.tp_size:
+        if rank.taken is None and len(load.promised) > self.ours.tp_size:
             known = [part for table in tables for part in table.without_open_blocks()]
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
-        address = promised[rank.number] ^ rank.mask
+        address, maker = load.promised[rank.number] ^ rank.mask, self.maker
         fetched = DigestRead(
-            self.table, rank.agent, address, held.generation, is_paced=rank.is_paced
+            maker.table, rank.agent, address, held.generation, is_paced=rank.is_paced
         )
         return DigestCheck(
-            fetched, tables, proof, stream, is_sample=self.is_sample, is_part=is_part
+            *(fetched, tables, load.request_id, self.covered.stream, compared, maker.is_sample),
+            is_part=is_part,
+            misses=load.misses,
         )
 
+    def digest(self, holds: HoldTable, request_id: str, order: DigestOrder, after: Any) -> None:
+        """Begins to make the digests of a request; of nothing where it is not known.
 
-def _seal(proof: LoadProof, context: RequestContext, is_read: bool) -> None:
-    """Books that all reads of a load have been prepared."""
-    if context.is_refused:  # a part of it may be on its way, and the load fails
-        proof.leave(None)
-    proof.seal(is_read=is_read)
+        Args:
+            after: the device work that was queued by now.
+        """
+        try:
+            blocks = finished_blocks(self.ours, self.groups, groups(order.blocks))
+            found = [self.covered.table(*table, (0, order.tokens)) for table in blocks]
+            found += [self.covered.states(*states) for states in self._states(order)]
+        except _ERRORS as error:
+            _LOG.debug("request %s gets no digest: %s", request_id, error)
+            found = []
+        tables = [table for table in found if table is not None]
+        is_held = partial(holds.is_held, request_id, order.generation)
+        self.maker.add(Order(order.generation, tables, order.tokens, is_held, after))
+
+    def _states(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
+        """(group, block) of recurrent states that D reads, where it is known which these are."""
+        named, ours = groups(order.named), self.ours
+        block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
+        for number, group in enumerate(self.groups):
+            if group.has_state:
+                block = state_block(named[number], order.held, block_tokens)
+                if block is not None:
+                    yield number, block
+
+
+class PromisedLoad(NamedTuple):
+    """A load that P has promised a digest of.
+
+    Attributes:
+        promised: by rank of P's, where its table of digests begins, masked.
+        tables: what the load fills.
+        misses: whether it fills something that nothing is compared with.
+    """
+
+    request_id: str
+    promised: Sequence[int]
+    tables: Sequence[TableTokens]
+    misses: bool
 
 
 def make_table(release: ReleaseWorker) -> None:
@@ -300,18 +300,17 @@ def _make_checks(
     has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
     # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
     has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
-    covered = None
+    state.book.has_digests = True
+    state.drop(DigestChecks)
     if has_others or not can_read_beside(device, reader.destination.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
-    else:
-        rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
-        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
-    is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
-    counts.tell = partial(_tell, state.book)
-    made = DigestChecks(reader.ours, reader.groups, covered, table, counts, is_sample=is_sample)
+        return lambda *_: None
+    rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
+    covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
+    maker = DigestMaker(table, covered.stream, is_sample=settings.digest() == "sample")
+    made = DigestChecks(reader.ours, reader.groups, covered, maker, state.book)
     state.hold(made)
-    if covered is not None:  # else it digests nothing of its own
-        state.of(StatedTables)[DIGEST] = table.address
+    state.of(StatedTables)[DIGEST] = table.address
     return made.check_load
 
 
@@ -319,12 +318,6 @@ def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Each of a worker's tensors; recurrent states have several each in releases <= 0.26."""
     for found in tensors.values():
         yield from found if isinstance(found, (list, tuple)) else (found,)
-
-
-def _tell(book: Book, proof: Proof, layer: str) -> None:
-    book.add(DIGESTS, 1, proof.value)
-    if layer:
-        book.add(DIGEST_ALARMS, 1, layer)
 
 
 def hear(worker: Any, message: Mapping[str, Any]) -> None:
@@ -335,20 +328,10 @@ def hear(worker: Any, message: Mapping[str, Any]) -> None:
     """
     orders = message.get(DIGEST_ORDERS)
     holds, checks = held_by(worker, HoldTable), held_by(worker, DigestChecks)
-    covered = None if checks is None else checks.covered
-    if not orders or checks is None or covered is None or holds is None:
-        return
-    maker = held_by(worker, DigestMaker)
-    if maker is None:
-        maker = DigestMaker(checks.table, is_sample=checks.is_sample)
-        worker_state(worker).hold(maker)
-    stream = covered.stream
-    after = stream.mark()
-    for request_id, told in orders.items():
-        order = DigestOrder(*told)
-        is_held = partial(holds.is_held, request_id, order.generation)
-        tables = _tables(checks, covered, request_id, order)
-        maker.add(Order(order.generation, tables, order.tokens, is_held, stream, after))
+    if orders and checks is not None and holds is not None:
+        after = checks.covered.stream.mark()
+        for request_id, told in orders.items():
+            checks.digest(holds, request_id, DigestOrder(*told), after)
 
 
 def leave_freed(worker: Any, _: Any) -> None:
@@ -357,9 +340,9 @@ def leave_freed(worker: Any, _: Any) -> None:
     ``stale_blocks`` comes first, and the words of what was sent are gone. It matters where kvcached
     takes the pages from under them: else what is read there is nothing but stale.
     """
-    maker = held_by(worker, DigestMaker)
-    if maker is not None and settings.is_kvcached_enabled():
-        maker.settle()
+    checks = held_by(worker, DigestChecks)
+    if checks is not None and settings.is_kvcached_enabled():
+        checks.maker.settle()
 
 
 def leave_caches(worker: Any) -> None:
@@ -367,35 +350,6 @@ def leave_caches(worker: Any) -> None:
 
     ``stale_blocks`` comes first and ends all holds: what is still to be digested is left undone.
     """
-    maker = held_by(worker, DigestMaker)
-    if maker is not None:
-        maker.settle()
     checks = held_by(worker, DigestChecks)
-    if checks is not None and checks.covered is not None:
+    if checks is not None:
         checks.covered.stream.settle()
-
-
-def _tables(
-    checks: DigestChecks, covered: CoveredCaches, request_id: str, order: DigestOrder
-) -> list[TableTokens]:
-    """Returns what of a request is digested; nothing where that is not known."""
-    try:
-        tables = finished_blocks(checks.ours, checks.groups, groups(order.blocks))
-        extent = 0, order.tokens
-        found = [covered.table(number, blocks, extent) for number, blocks in tables]
-        for number, block in _states(checks, order):
-            found += covered.states(number, block)
-    except _ERRORS as error:
-        _LOG.debug("request %s gets no digest: %s", request_id, error)
-        return []
-    return [table for table in found if table is not None]
-
-
-def _states(checks: DigestChecks, order: DigestOrder) -> Iterator[tuple[int, int]]:
-    """(group, block) of the recurrent states that D reads, where it is known which these are."""
-    named, ours = groups(order.named), checks.ours
-    block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
-    for number, group in enumerate(checks.groups):
-        block = state_block(named[number], order.held, block_tokens) if group.has_state else None
-        if block is not None:
-            yield number, block

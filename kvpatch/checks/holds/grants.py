@@ -58,11 +58,11 @@ def read_hold(stated: str) -> Hold | None:
         ReadRefused: it is no hold of any form.
     """
     found = _HOLD.fullmatch(stated)
-    if found is not None:
-        return Hold(int(found[1], 16), _tables_in(found[2]))
-    if _NEWER_FORM.fullmatch(stated):
-        return None
-    raise ReadRefused(f"kv_transfer_params.{HOLD} is {shown(stated)}, which no P says", AS_ANSWERED)
+    if found is None and not _NEWER_FORM.fullmatch(stated):
+        raise ReadRefused(
+            f"kv_transfer_params.{HOLD} is {shown(stated)}, which no P says", AS_ANSWERED
+        )
+    return None if found is None else Hold(int(found[1], 16), _tables_in(found[2]))
 
 
 def read_promise(stated: str) -> tuple[int, ...] | None:
@@ -72,14 +72,12 @@ def read_promise(stated: str) -> tuple[int, ...] | None:
         NoDigest: it is no promise of any form.
     """
     found = _PROMISE.fullmatch(stated)
-    if found is not None:
-        return _tables_in(found[1])
-    if _NEWER_FORM.fullmatch(stated):
-        return None
-    raise NoDigest(
-        f"kv_transfer_params.{DIGEST} is {shown(stated)}, which no P says: pass on all that P "
-        "answered, as it is"
-    )
+    if found is None and not _NEWER_FORM.fullmatch(stated):
+        raise NoDigest(
+            f"kv_transfer_params.{DIGEST} is {shown(stated)}, which no P says: pass on all that P "
+            "answered, as it is"
+        )
+    return None if found is None else _tables_in(found[1])
 
 
 class DigestOrder(NamedTuple):

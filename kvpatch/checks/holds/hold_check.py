@@ -98,10 +98,13 @@ class HoldCheck(TableRead[HoldTable]):
             PeerRefused: the word cannot be read, or has not come by the end of the lease.
             Exception: NIXL's.
         """
-        found = self._word(nixl, time.monotonic())
+        now, remote = time.monotonic(), word_address(self.remote_table, self.generation)
+        raw = self._read(nixl, remote, WORD_BYTES)
+        if raw is not None or self._handle is not None:
+            self._asked = self._asked or now
         if self._asked is None:
             return None  # all places for words are taken
-        if found is None:  # for as long as a transfer of the release's would take
+        if raw is None:  # for as long as a transfer of the release's would take
             if time.monotonic() > self.ends and self._patience.is_over():
                 raise PeerRefused(
                     f"{self.agent} has not answered, and its lease is over",
@@ -109,6 +112,8 @@ class HoldCheck(TableRead[HoldTable]):
                     "again",
                 )
             return None
+        self._leave()
+        self._next, found = now + PAUSE_SECONDS, int.from_bytes(raw, "little")
         # P's workers write a word before they compute the request. One that does not come is that
         # of an engine that has started anew.
         if is_still_to_come(found, self.generation) and not self._patience.is_over():
@@ -151,33 +156,6 @@ class HoldCheck(TableRead[HoldTable]):
         """
         self._asked = None
         super().release(nixl)
-
-    def _word(self, nixl: Any, now: float) -> int | None:
-        """Returns the word in the peer's table; None until it has been read."""
-        if self._handle is None:
-            if now < self._next:
-                return None
-            self._landing = self.table.take_landing()
-            if self._landing is None:
-                return None
-            self._asked = self._asked or now
-            remote = word_address(self.remote_table, self.generation)
-            local = self.table.address_of(self._landing)
-            state = self._post(nixl, remote, local, WORD_BYTES)
-        else:
-            state = nixl.check_xfer_state(self._handle)
-        if state == "PROC" or self._landing is None:
-            return None
-        if state != "DONE":
-            raise PeerRefused(
-                f"whether {self.agent} holds its blocks could not be read: {state}",
-                "see whether P is alive and can be reached from here, and send the request again",
-            )
-        found = self.table.word(self._landing)
-        self._let_go(nixl)
-        self._leave()
-        self._next = now + PAUSE_SECONDS
-        return found
 
 
 def check_hold(table: HoldTable, context: RequestContext, request: ReadRequest) -> None:
