@@ -104,7 +104,7 @@ class Alike:
         )
 
 
-class Piece(NamedTuple):
+class DigestPiece(NamedTuple):
     """The part of the cache that is read at once.
 
     Attributes:
@@ -235,7 +235,7 @@ class TableTokens:
 
     def pieces(
         self, alike: Alike, extents: Sequence[Extent], range_tokens: int, weights: Weights
-    ) -> Iterator[Piece]:
+    ) -> Iterator[DigestPiece]:
         """Cuts runs of tokens, by blocks and then by planes."""
         blocks, size, done = self.blocks, self.blocks.block_tokens, 0
         rows_per_token, words = rows_of(alike.row_bytes)
@@ -254,7 +254,7 @@ class TableTokens:
                 numbers = alike.numbers(ids)
                 planes = max(1, SLICE_BYTES // (ids.size * alike.block_bytes))
                 for plane in range(0, len(alike.planes), planes):
-                    yield Piece(
+                    yield DigestPiece(
                         alike,
                         slice(plane, plane + planes),
                         slice(done + columns.start, done + columns.stop),
