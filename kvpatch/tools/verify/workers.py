@@ -204,7 +204,7 @@ class WorkerMemory:
         self.ends = Ends(*self.ends[:2], name.decode() if isinstance(name, bytes) else name)
 
 
-def _prefill(connection: Connection, device: str, size: int, threads: int) -> None:
+def hold_prefill(connection: Connection, device: str, size: int, threads: int) -> None:
     """Holds P's cache until D says that it has read all, or is gone."""
     held = WorkerMemory("kvpatch-verify-P", device, size, 1, threads)
     connection.send((held.agent.get_agent_metadata(), held.memory.data_ptr()))
@@ -223,7 +223,7 @@ def beside_prefill(device: str, size: int, threads: int = 1) -> Iterator[WorkerM
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
     arguments = (theirs, device, size, threads)
-    process = context.Process(target=_prefill, args=arguments, daemon=True)
+    process = context.Process(target=hold_prefill, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
