@@ -1,6 +1,7 @@
 """Copies of blocks into host blocks by torch: a gather of each row of blocks, then its rows.
 
-On a device with streams in one of their own, so that the model goes on meanwhile.
+On a device with streams in one of their own, so that the model goes on meanwhile. Of tensors that
+have a storage; others (TPU, XLA) are copied by ``HostPool`` with ``transfer/storageless.py``.
 """
 
 from __future__ import annotations

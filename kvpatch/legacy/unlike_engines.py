@@ -24,11 +24,11 @@ from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.load import read_request
+from kvpatch.load.prompt_hashes import read_prompt
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import can_read, leases_of
 from kvpatch.load.registration import registration_step
-from kvpatch.load.stated_prompt import read_prompt
 from kvpatch.peer.cross_layer_blocks import listener_told
 from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.peer.stated_words import with_names, words_of

@@ -13,6 +13,7 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
+from kvpatch.load.prompt_hashes import names_images, read_prompt
 from kvpatch.load.read_request import (
     HOLD,
     PlannedLoad,
@@ -22,7 +23,6 @@ from kvpatch.load.read_request import (
     prefilled_tokens,
     stated_tokens,
 )
-from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import (
     counted_group,

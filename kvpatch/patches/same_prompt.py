@@ -39,7 +39,7 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.common_prompt import PromptLoads
-from kvpatch.load.stated_prompt import FIELD, names_images, state_prompt
+from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
 from kvpatch.worker.envelope import answer
 from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
 from kvpatch.worker.unpatched_workers import is_applied

@@ -15,8 +15,8 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
+from kvpatch.load.prompt_hashes import FIELD
 from kvpatch.load.read_request import HOLD as FIELD_OF_HOLD
-from kvpatch.load.stated_prompt import FIELD
 
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, EngineSpec
 from .engine_api import Ask, Prompt, Served

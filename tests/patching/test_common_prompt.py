@@ -9,8 +9,8 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.common_prompt import PromptLoads, _held_of_longer
+from kvpatch.load.prompt_hashes import FIELD, state_prompt
 from kvpatch.load.read_request import PlannedLoads
-from kvpatch.load.stated_prompt import FIELD, state_prompt
 from kvpatch.worker.state import scheduler_state
 
 

@@ -22,7 +22,7 @@ from kvpatch.core.errors import NoDigest, ParamsRefused, PeerRefused, ReadRefuse
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, GENERATIONS
 from kvpatch.guard.transfer_params import RequestLimits, checked
-from kvpatch.load.stated_prompt import FIELD, read_prompt
+from kvpatch.load.prompt_hashes import FIELD, read_prompt
 from kvpatch.peer import interpreter, stated_words
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.interpreter import Interpretation

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.load.stated_prompt import FIELD, StatedPrompt, read_prompt, state_prompt
+from kvpatch.load.prompt_hashes import FIELD, StatedPrompt, read_prompt, state_prompt
 
 pytestmark = pytest.mark.patching
 
