@@ -22,7 +22,7 @@ from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.progress import track
 from rich.table import Table
 
-from kvpatch.checks.digests.cache_digests import SLICE_BYTES, Piece, TableTokens
+from kvpatch.checks.digests.cache_digests import SLICE_BYTES, DigestPiece, TableTokens
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
@@ -113,7 +113,7 @@ class Request:
             for alike in self.table.alike()
         )
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[DigestPiece]:
         """Cuts it into what is read at once."""
         for alike in self.table.alike():
             run = [(0, self.table.end_token)]

@@ -174,7 +174,8 @@ def _listed(_: str, text: str) -> tuple[str, ...]:
 
 
 def _factors(variable: str, text: str) -> tuple[str, ...]:
-    for name in listed(text):
+    names = listed(text.lower())
+    for name in names:
         if name in _CHANGES_BYTES:
             raise _settings_error(
                 f"{variable}={name!r} can never be accepted, for with another one bytes mean "
@@ -182,7 +183,7 @@ def _factors(variable: str, text: str) -> tuple[str, ...]:
                 "use one on both sides",
             )
         _declared(*ACCEPTABLE)(variable, name)
-    return listed(text)
+    return names
 
 
 # --- the settings ---------------------------------------------------------------------------

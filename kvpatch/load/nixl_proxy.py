@@ -147,7 +147,7 @@ class ReadingAgent(AgentProxy):
             numbers = [number for number, _ in ranks]
             return made.prepare(self, context, numbers, notification)
         except KvpatchError:
-            if context.engine_id in reader.peers:
+            if context.engine_id in reader.peers or context.is_of_smaller:
                 tell_over(self.__wrapped__, [agent for _, agent in ranks], notification)
             raise
 

@@ -76,6 +76,7 @@ class RequestContext:
             request there; an error anywhere before that would end the engine.
         expires: when the peer has said that its blocks do; None where it does not.
         is_refused: whether a refusal was booked.
+        is_of_smaller: whether the release reads P's smaller blocks, and is refused this load.
         is_as_read: whether what is read stays as it is placed.
         checks: make the checks of each of its reads, in the order in which the read asks them.
         tails_left: whether no read was told yet to zero what is behind its last token.
@@ -90,6 +91,7 @@ class RequestContext:
     refusal: KvpatchError | None = None
     expires: float | None = None
     is_refused: bool = False
+    is_of_smaller: bool = False
     is_as_read: bool = True
     checks: list[MakeCheck] = field(default_factory=list)
     tails_left: bool = True

@@ -88,11 +88,9 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
 
 def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     worker, facts = release.worker, release.facts
-    knows_keys, layout = release.key_order() is not None, worker.kv_cache_layout
+    knows_keys, layout = release.key_order() is not None, release.stated_layout
     if knows_keys and facts.has_host_buffer and worker.use_host_buffer:
         layout = worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
-    elif knows_keys and not facts.states_layout:
-        layout = None
     return UnreadCache(
         worker.block_size,
         worker.world_size,

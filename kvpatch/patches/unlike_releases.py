@@ -119,11 +119,11 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    _ASKED.set(InterpretedSocket(interpretation))
+    before = _ASKED.set(InterpretedSocket(interpretation))
     try:
         return wrapped(host, port, *whose, *more, **named)
     finally:
-        _ASKED.set(None)
+        _ASKED.reset(before)
 
 
 #: What the release's handshake of this thread asks in place of a socket.

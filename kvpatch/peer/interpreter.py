@@ -118,5 +118,5 @@ class InterpretedSocket:
         return self._frames[0]
 
     def recv_multipart(self) -> list[bytes]:
-        """Returns that with P's clock behind it, from 0.28 on."""
+        """Returns that with P's clock behind it, from 0.26 on."""
         return self._frames

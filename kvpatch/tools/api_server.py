@@ -17,7 +17,6 @@ METRICS = "/metrics"
 _TIMEOUT_SECONDS = 10.0
 #: More than the metrics of any engine; whoever answers without an end is no engine.
 _MOST_BYTES = 64 * 1024**2
-_CHUNK_BYTES = 1 << 16
 _LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 _ESCAPE = re.compile(r"\\.")
@@ -35,7 +34,10 @@ def text_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> s
     address = f"{url.rstrip('/')}{path}"
     try:
         with urlopen(address, timeout=timeout_seconds) as response:
-            return str(response.read().decode(errors="replace"))
+            body = response.read(_MOST_BYTES + 1)
+            if len(body) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes came")
+            return str(body.decode(errors="replace"))
     except HTTPError as error:
         error.close()
         raise RequestFailed(

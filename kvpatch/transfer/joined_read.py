@@ -76,8 +76,8 @@ class JoinedRead(OwnRead):
 
     def void(self) -> bool:
         """Voids those of these reads that go on; False if none does."""
-        going = [read for read in self._started if read.state() == "PROC"]
-        self._given_up += [read for read in going if read.void()]
+        # Whoever is asked for its state goes on by it, and places more.
+        self._given_up += [read for read in self._started if read.void()]
         return bool(self._given_up)
 
     def telemetry(self) -> Telemetry:

@@ -87,6 +87,7 @@ class ProgressThread:
         #: `SimpleQueue` may wait for ever in spite of a timeout, and a `Queue` for itself, where
         #: what is collected in the middle of a `put` puts something too.
         self._bell = Lock()
+        self._bell.acquire()
         self.copying: CopyingThread | None = None
         if device.type == "cpu" and len(cores_of_all_threads()) > 1:
             self.copying = CopyingThread(self.wake)
@@ -217,6 +218,7 @@ class ProgressThread:
         """Goes round the reads until there is nothing to read."""
         wait = _FIRST_WAIT_SECONDS
         while not self._is_ending:
+            self._begin_round()
             came = monotonic()
             self._call_all(came)
             has_moved = self._move()
@@ -273,10 +275,13 @@ class ProgressThread:
             self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
         )
 
+    def _begin_round(self) -> None:
+        """Forgets that it was woken before: what for is seen in this round."""
+        self._bell.acquire(blocking=False)
+
     def _take(self, seconds: float) -> bool:
         """Takes what has come, or comes within a time; True if there was any."""
-        self._bell.acquire(blocking=False)  # it rang for what is taken now
-        if not self._messages:
+        if not (self._messages or self._is_ending):
             self._bell.acquire(timeout=seconds)
         return self._book_all()
 

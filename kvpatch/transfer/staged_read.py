@@ -426,10 +426,17 @@ class StagedRead(OwnRead):
             is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
         except self._errors:
             self._fail()
-            self._caches.settle()
+            self._settle()
             self._pool.give(flight.space)
         else:
             self._copies.append((is_placed, flight.space))
+
+    def _settle(self) -> None:
+        """Waits for copies that were asked for, some of a placement perhaps."""
+        try:
+            self._caches.settle()
+        except self._errors:  # of a device that has failed, and copies nothing any more
+            _LOG.debug("copies could not be waited for", exc_info=True)
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; True if there was any."""

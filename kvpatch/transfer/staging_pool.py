@@ -125,7 +125,6 @@ class StagingPool:
         on_device: the copies out of it are made by a device, which nobody waits for.
 
     Attributes:
-        chunk_bytes: of a chunk at most, if its blocks are no larger.
         chunks_on_wire: of one read. Few on a host: within one, NIXL reads while a chunk
             is posted, and what has landed grows cold.
         waiting: reads that wait for others before they can begin.
@@ -140,17 +139,18 @@ class StagingPool:
         on_device: bool = False,
     ) -> None:
         self._room = Room(size_bytes)
-        most = max(1, size_bytes // _CHUNKS_IN_POOL)
-        least = _DEVICE_CHUNK_BYTES if on_device else _LEAST_CHUNK_BYTES
-        self.chunk_bytes = min(least, most)
+        self._most_chunk_bytes = _DEVICE_CHUNK_BYTES if on_device else _LEAST_CHUNK_BYTES
         self.chunks_on_wire = size_bytes if on_device else _HOST_CHUNKS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
         self._numbers = count()
         self._queues: dict[str, deque[Turn]] = {}
         self._held: dict[str, int] = {}
+        #: The first peer that asked, and whether any other one ever has.
+        self._first_peer = ""
+        self._has_others = False
         self._owner: dict[Space, str] = {}
-        self._lost: list[_Lost] = []
+        self._lost: deque[_Lost] = deque()
         #: Readers that have become the first of their peer, if somebody takes them out.
         self.called: deque[int] | None = None
         self.waiting = self.waits = 0
@@ -160,6 +160,11 @@ class StagingPool:
     def size_bytes(self) -> int:
         """Returns the size of the whole pool, even before its memory is allocated."""
         return self._room.size_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Returns the size of a chunk at most, if its blocks are no larger."""
+        return min(self._most_chunk_bytes, max(1, self.size_bytes // _CHUNKS_IN_POOL))
 
     @property
     def is_made(self) -> bool:
@@ -183,6 +188,8 @@ class StagingPool:
     def line_up(self, reader: int, peer: str) -> Turn:
         """Returns a reader's place behind those that have asked before."""
         turn = Turn(reader, peer, next(self._numbers))
+        self._first_peer = self._first_peer or peer
+        self._has_others |= peer != self._first_peer
         self._queues.setdefault(peer, deque()).append(turn)
         return turn
 
@@ -233,7 +240,9 @@ class StagingPool:
         """True if no reader asked before that could take space now."""
         if self._first(turn.peer) is not turn:
             return False
-        idle = (self._first(peer) for peer in tuple(self._queues) if not self._held.get(peer))
+        # Who holds some, or has lost some, may have to wait for its own.
+        busy = {*self._held, *(one.failed_peer for one in self._lost)}
+        idle = (self._first(peer) for peer in tuple(self._queues) if peer not in busy)
         return all(first is None or first.number >= turn.number for first in idle)
 
     def _is_within_share(self, peer: str, size_bytes: int) -> bool:
@@ -242,7 +251,9 @@ class StagingPool:
         Raises:
             PoolExhausted: its failed transfers alone hold too much.
         """
-        failed = sum(one.size_bytes for one in self._lost if one.failed_peer == peer)
+        failed = 0
+        if self._has_others:  # nobody else needs what the only peer leaves
+            failed = sum(one.size_bytes for one in self._lost if one.failed_peer == peer)
         if failed and self.size_bytes < 2 * (failed + size_bytes):
             raise self._exhausted(size_bytes)
         held = self._held.get(peer, 0) + failed
@@ -288,6 +299,11 @@ class StagingPool:
         Raises:
             PoolExhausted: all that is taken is lost.
         """
+        for _ in range(len(self._lost)):
+            before = len(self._lost)
+            self.recover()
+            if len(self._lost) < before:
+                return
         if self._lost and self.taken_bytes <= self.lost_bytes:
             raise self._exhausted(size_bytes)
 
@@ -334,11 +350,13 @@ class StagingPool:
         return self._buffer[space.start : space.end]
 
     def recover(self) -> None:
-        """Frees what was lost to transfers that are over now."""
-        for one in tuple(self._lost):
-            if one.is_over():
-                self._lost.remove(one)
-                self.give(one.space)
+        """Looks at what was lost for the longest time, and goes on where that is over."""
+        while self._lost:
+            first = self._lost.popleft()
+            if not first.is_over():
+                self._lost.append(first)
+                return
+            self.give(first.space)
 
 
 def out_of_memory() -> tuple[type[Exception], ...]:

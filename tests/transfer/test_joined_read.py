@@ -28,6 +28,7 @@ class _FakeRead(OwnRead):
     is_releasable: bool = True
     is_started: bool = False
     released: int = 0
+    asked: int = 0
 
     def start(self) -> str:
         if not self.is_startable:
@@ -36,6 +37,7 @@ class _FakeRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
+        self.asked += 1
         return self.outcome
 
     def void(self) -> bool:
@@ -135,7 +137,9 @@ def test_what_is_given_up_is_told_to_the_others_and_not_done(
     read.start()
     reads[0].outcome = "DONE"
     assert read.state() == "PROC"
+    asked = [one.asked for one in reads]
     assert read.void()
+    assert [one.asked for one in reads] == asked, "who is asked goes on, and places more"
     assert [read.state(), read.state()] == ["ERR", "ERR"]
     assert told == ["others"], "P's other ranks may free their blocks"
 

@@ -71,13 +71,24 @@ def test_a_copy_that_is_over_wakes_it_too(told: Told) -> None:
 
 
 def test_a_wait_is_as_long_as_it_was_asked_for(told: Told) -> None:
-    """A ring for what was taken already ends no wait."""
+    """What woke it before a round ends no wait in it."""
     told.tell(0)
     told._take(0)
     told.wake()
+    told._begin_round()
     came = time.monotonic()
     assert not told._take(0.1)
     assert 0.1 <= time.monotonic() - came < SECONDS / 2
+
+
+def test_what_wakes_it_in_a_round_or_ends_it_is_not_lost(told: Told) -> None:
+    told._begin_round()
+    told.wake()
+    came = time.monotonic()
+    assert not told._take(10 * SECONDS)
+    told._is_ending = True  # and the ring for it was taken for another one
+    assert not told._take(10 * SECONDS)
+    assert time.monotonic() - came < SECONDS
 
 
 def test_what_is_collected_while_it_is_told_may_tell(told: Told) -> None:

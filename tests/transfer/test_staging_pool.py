@@ -143,7 +143,9 @@ def test_lost_space_comes_back_when_its_transfer_is_over(pool):
 
 def test_a_peer_whose_transfers_fail_leaves_half_to_others(pool):
     """Its ranks fail one after the other, and each of their reads posts once more."""
-    over, taken = [], 0
+    over, taken, other = [], 0, Reader()
+    pool.give(take(pool, other, "alive", 10))
+    leave(pool, other)
     with pytest.raises(PoolExhausted, match="two minutes"):
         for _ in range(10):
             reader = Reader()
@@ -157,6 +159,22 @@ def test_a_peer_whose_transfers_fail_leaves_half_to_others(pool):
 
     over.append(True)
     assert take(pool, Reader(), "dead", 20) is not None
+
+
+def test_the_only_peer_has_all_that_its_failed_transfers_leave(pool):
+    reader = Reader()
+    for _ in range(4):
+        pool.lose(take(pool, reader, "p", 20), lambda: False, has_failed=True)
+    assert take(pool, reader, "p", 20) is not None
+
+
+def test_who_waits_for_its_own_failed_transfers_keeps_nobody_waiting(pool):
+    for peer in ("a", "b"):
+        reader = Reader()
+        pool.lose(take(pool, reader, peer, 25), lambda: False, has_failed=True)
+        leave(pool, reader)
+    assert take(pool, Reader(), "a", 25) is None
+    assert take(pool, Reader(), "c", 20) is not None
 
 
 def test_a_reader_waits_where_others_will_give_back(pool):

@@ -279,7 +279,7 @@ async def verify(options: Options, console: Console) -> SetupComparison:
     require_release(options.release)
     require_comparable(options)
     require_environment()
-    options.work_dir.mkdir(parents=True, exist_ok=True)
+    options.work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with console.status("making a tiny random model"):
         model = options.model or str(make_tiny_llama(options.work_dir / "model"))
     setups = build_setups(options, model)
