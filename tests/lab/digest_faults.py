@@ -100,21 +100,20 @@ def before_word(event: Callable[[], None]) -> None:
 
 
 def counts(workers: Sequence[Any]) -> dict[str, int]:
-    """Loads by what digests have said of them, over all of a D's ranks, since the process began.
+    """Loads by what digests have said of them, over all of a D's ranks, since it began.
 
     What else they would have told their front end of meanwhile is lost.
     """
     from kvpatch.observe.catalogue import DIGESTS, Proof
     from kvpatch.worker.state import worker_state
 
+    # Kept on the worker: the process plays other engines before and after.
+    counted = vars(workers[0]).setdefault("lab_counted", Counter())
     for worker in workers:
         for sample in worker_state(worker).book.take():
             if sample.name == DIGESTS.name:
-                _counted[sample.label] += int(sample.value)
-    return {proof.value: _counted[proof.value] for proof in Proof}
-
-
-_counted: Counter[str] = Counter()
+                counted[sample.label] += int(sample.value)
+    return {proof.value: counted[proof.value] for proof in Proof}
 
 
 def made(workers: Sequence[Any], name: str) -> str:
