@@ -15,6 +15,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.segments import BlockList, kernel_blocks
 from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
+from kvpatch.load.reader import Reader
 from kvpatch.load.smaller_blocks import Blocks, why_misread
 from kvpatch.load.smaller_blocks_pairing import mend_pairing, remote_slice
 from kvpatch.peer.decision import Decision, decide
@@ -164,6 +165,29 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
     assert worker.nixl_wrapper is own
     assert own.told == [("agent of P", b"req:1")]
     assert count == 2  # as many as have the release prepare a transfer
+
+
+@pytest.mark.parametrize("theirs", [[0, 0, 1], [0, 0, 0]])
+def test_a_refused_load_keeps_lists_that_the_release_alone_pairs(theirs: list[int]) -> None:
+    """Of other lists it may prepare no transfer, and take the load for done (0.29 and later)."""
+    worker, meta = _worker(), _meta([1], [10, 11, 12], 150)
+    worker.dst_region_group_ids, worker.region_group_ids = {"P": theirs}, [0, 0, 0]
+    worker.transfer_topo.get_engine_info("P").remote_block_size = 64
+    refusal = ReadRefused("made up", "nothing")
+    reader = Reader.__new__(Reader)
+    vars(reader).update(
+        ours=SimpleNamespace(kernel_blocks_per_block=1),
+        check_makers=[lambda context, _: setattr(context, "refusal", refusal)],
+        groups=_ATTENTION,
+        peers={},
+        context=None,
+    )
+    worker_state(worker).hold(reader)
+
+    with request_read(worker, "request", meta):
+        kept = meta.remote.block_ids
+
+    assert (kept == [[10, 11, 12]]) == (theirs != worker.region_group_ids)
 
 
 # --- a peer ---------------------------------------------------------------------
