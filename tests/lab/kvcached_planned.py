@@ -42,6 +42,7 @@ def allocate(
     *,
     contiguous: bool,
     virtual_blocks: int,
+    page_bytes: int = standin.PAGE_BYTES,
 ) -> Planned:
     """Has kvcached allocate a plan; nothing of it can be accessed yet.
 
@@ -50,6 +51,7 @@ def allocate(
         layout: the release's name of it.
         kernel_block_tokens: of each cache group.
         virtual_blocks: about how many blocks the device's memory stands for.
+        page_bytes: of a page at least.
 
     Raises:
         KVCachedConfigError: kvcached does not serve it.
@@ -60,7 +62,7 @@ def allocate(
     theirs = importlib.import_module(_MODULE)
     theirs.CONTIGUOUS_LAYOUT = standin.compiled().contiguous = contiguous
     interfaces._kvcached_initialized = True
-    theirs.PAGE_SIZE, geometry = _page_and_geometry(theirs, plan)
+    theirs.PAGE_SIZE, geometry = _page_and_geometry(theirs, plan, page_bytes)
     standin.use_pages(theirs.PAGE_SIZE)
     pages = -(-virtual_blocks * geometry.page_bytes // theirs.PAGE_SIZE)
     memory_bytes = pages * theirs.PAGE_SIZE * geometry.num_pools
@@ -72,9 +74,8 @@ def allocate(
     return Planned(tensors, tuple(standin.compiled().reservations))
 
 
-def _page_and_geometry(theirs: Any, plan: Any) -> tuple[int, Any]:
-    """The smallest page from the lab's on that kvcached can manage this plan's blocks in."""
-    page_bytes = standin.PAGE_BYTES
+def _page_and_geometry(theirs: Any, plan: Any, page_bytes: int) -> tuple[int, Any]:
+    """The smallest page from that size on that kvcached can manage this plan's blocks in."""
     while True:
         theirs.PAGE_SIZE = page_bytes
         try:

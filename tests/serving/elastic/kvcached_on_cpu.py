@@ -36,7 +36,6 @@ def register() -> None:
     """Called in every process of vLLM."""
     if os.environ.get("ENABLE_KVCACHED") != "true":
         return
-    os.environ.setdefault(standin.PAGE, str(_PAGE_BYTES))
     elastic = Elastic()
     wrapt.when_imported("vllm.v1.worker.gpu_model_runner")(elastic.patch_runner)
     wrapt.when_imported("vllm.v1.worker.gpu_worker")(elastic.patch_worker)
@@ -74,6 +73,7 @@ class Elastic:
             kernel_block_sizes or [],
             contiguous=os.environ["KVCACHED_CONTIGUOUS_LAYOUT"] == "true",
             virtual_blocks=_OVERCOMMIT * config.num_blocks,
+            page_bytes=_PAGE_BYTES,
         )
         self._reservations = list(found.reservations)
         views = tuple(found.tensors.values())
