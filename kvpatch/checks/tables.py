@@ -208,9 +208,12 @@ class TableRead(Generic[_Table]):
             nixl.release_xfer_handle(handle)
 
 
+_LEAST_PAGE_BYTES = 4096
+#: Of a process's memory, where it does not ask for more: 47 on x86-64, 48 on ARM.
+_ADDRESS_BITS = 48
 #: Requests whose blocks are held at the same time; a later one takes the place of the first.
 _SLOTS = 1 << 16
-#: Loads in a row of which a peer's word could not be read, before it is asked no more.
+#: Loads in a row of which a peer's word could not be read, before it is hardly asked any more.
 MOST_MISSED = 3
 
 _COUNT_BITS = 31
@@ -279,6 +282,14 @@ class HoldTable(PeerTable):
         """Takes all words out: what the blocks hold is about to be lost."""
         for request_id in tuple(self._held):
             self.end(request_id)
+
+
+def may_be_table(address: int) -> bool:
+    """True of an address where a peer can have a table; of one with a wrong mask hardly ever is.
+
+    A table begins with a page, in the part of the memory that Linux gives to processes.
+    """
+    return address % _LEAST_PAGE_BYTES == 0 and 0 < address < 1 << _ADDRESS_BITS
 
 
 def word_address(table: int, generation: int) -> int:

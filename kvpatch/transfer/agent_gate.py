@@ -35,6 +35,8 @@ STEP_CALLS = frozenset(
         "transfer",
     }
 )
+#: What takes away what other calls use: nobody else is in the agent meanwhile, as in stock.
+REMOVING_CALLS = frozenset({"deregister_memory", "remove_remote_agent"})
 #: What needs no agent.
 _FREE_CALLS = frozenset({"get_reg_descs", "get_xfer_descs"})
 #: How long the progress thread stays away for, once an engine's thread waits.
@@ -148,6 +150,12 @@ class AgentGate:
         """Returns the lock that an engine's call of that name takes."""
         return self._steps if name in STEP_CALLS else self._handshakes
 
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Keeps everybody else out of the agent while inside; for an engine's thread."""
+        with self._handshakes.first(), self._steps.first():
+            yield
+
     def without_handshakes(self) -> AbstractContextManager[bool]:
         """Keeps handshakes out of the agent while inside; yields False at once if one is in it."""
         return self._handshakes.unless_taken()
@@ -205,12 +213,16 @@ class EngineAgent(AgentProxy):
         found = getattr(self.__wrapped__, name)
         if not callable(found) or name in _FREE_CALLS:
             return found
-        side = self._self_gate.side_of(name)
+        gate, side = self._self_gate, self._self_gate.side_of(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return side.call(found, *args, **kwargs)
 
-        return call
+        def call_alone(*args: Any, **kwargs: Any) -> Any:
+            with gate.emptied():
+                return found(*args, **kwargs)
+
+        return call_alone if name in REMOVING_CALLS else call
 
 
 class ProgressAgent(AgentProxy):

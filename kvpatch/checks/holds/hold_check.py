@@ -18,6 +18,7 @@ from kvpatch.checks.tables import (
     Patience,
     TableRead,
     is_still_to_come,
+    may_be_table,
     word_address,
 )
 from kvpatch.core.errors import PeerRefused, ReadRefused
@@ -31,6 +32,8 @@ _LOG = logging.getLogger("kvpatch.staging")
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
+#: A peer whose word could not be read is asked again at every so many loads.
+_ASK_ONCE_IN_LOADS = 64
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
 #: The same at the word of an earlier turn: D writes it with the step behind its answer, however
@@ -185,7 +188,7 @@ def _of_rank(
     """Asks a rank of the peer for its word; None where it cannot be asked.
 
     Raises:
-        ReadRefused: P's answer is of an engine with fewer ranks.
+        ReadRefused: P's answer is of an engine with fewer ranks, or of an earlier start of it.
     """
     if rank.mask is None:
         return None
@@ -197,8 +200,17 @@ def _of_rank(
             "pass on the answer of the engine that it names",
         )
     address = hold.tables[rank.number] ^ rank.mask
-    if table.missed[rank.agent, address] >= MOST_MISSED:
-        return None
+    if not may_be_table(address):
+        raise ReadRefused(
+            f"request {context.request_id} carries an answer of engine {context.engine_id} from "
+            "before it started or woke up anew: what it held then is gone",
+            "send the request to P again",
+        )
+    missed = table.missed[rank.agent, address]
+    if missed >= MOST_MISSED:
+        table.missed[rank.agent, address] += 1
+        if missed % _ASK_ONCE_IN_LOADS:  # what broke for a moment only is noticed
+            return None
     vouched = time.monotonic() if request.arrived is None else request.arrived
     ends = rank.lease.granted if rank.lease.heartbeats is None else inf
     return HoldCheck(
