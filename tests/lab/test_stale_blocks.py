@@ -103,6 +103,32 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
 
 
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_an_answer_from_before_p_started_anew_is_not_loaded(
+    stage: Stage, lab: Lab, kind: str
+) -> None:
+    """Under the same id, by a D that has met the new P alone; its blocks are another prompt's."""
+    spec = replace(UNLIKE[kind], patched=True)
+    first = stage.prefill(spec)
+    old = stage.prompt(TOKENS)
+    (answer,) = first.compute(old)
+    first.die()
+    second, decode = (
+        stage.prefill(spec, port=first.port, engine_id=first.engine_id),
+        stage.decode(SPEC),
+    )
+    introduce(decode, stage.prompts(1, TOKENS), second)
+    held = stage.prompt(TOKENS)
+    (ask,) = second.compute(held)
+
+    decode.ask(answer)
+
+    assert decode.watch(old).failed == names([old])
+    decode.ask(ask)
+    assert_identical(decode, [held], loaded(held, lab.release))
+
+
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None:
     """Nor is there one before the first heterogeneous peer; like loads go on beside it."""
     like, decode = prefill(stage, SPEC, patched=True), stage.decode(SPEC)

@@ -462,6 +462,9 @@ class _Watched:
     def register_memory(self, who: str) -> None:
         self._call(who)
 
+    def remove_remote_agent(self, who: str) -> None:
+        self._call(who)
+
 
 def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_not():
     """Beside a handshake with the calls of a step, and never beside the engine's own step."""
@@ -470,7 +473,7 @@ def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_n
     assert "add_remote_agent" not in STEP_CALLS
     assert "register_memory" not in STEP_CALLS
     end = time.monotonic() + 1.0
-    counts = dict.fromkeys(("step", "handshake", "thread", "registers"), 0)
+    counts = dict.fromkeys(("step", "handshake", "thread", "registers", "removes"), 0)
 
     def loop(who: str, *calls: Callable[[str], None]) -> None:
         while time.monotonic() < end:
@@ -485,6 +488,7 @@ def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_n
             ("handshake", engine.add_remote_agent),
             ("thread", progress.check_xfer_state),
             ("registers", progress.register_memory),
+            ("removes", engine.remove_remote_agent, lambda _: time.sleep(0.02)),
         )
     ]
     for one in loops:
@@ -492,7 +496,8 @@ def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_n
     for one in loops:
         one.join()
     beside = {("handshake", "step"), ("handshake", "thread")}
-    assert agent.seen <= {("step",), ("handshake",), ("thread",), ("registers",), *beside}
+    alone = {(who,) for who in counts}
+    assert agent.seen <= alone | beside
     assert beside <= agent.seen, "these share it, as without kvpatch"
     assert min(counts.values()) > 10, f"nobody is kept out: {counts}"
 
