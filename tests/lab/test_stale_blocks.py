@@ -212,15 +212,32 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
 
 @pytest.mark.parametrize("address", ["ffffffffffffff0", "8000000000000", "1000"])
 @pytest.mark.parametrize("kind", UNLIKE)
-def test_a_word_at_a_forged_address_proves_nothing_and_turns_no_check_off(
+def test_a_word_at_a_forged_address_fails_its_own_load(
     scene: Scene, kind: str, address: str
 ) -> None:
-    """Whoever passes the answer on may have written anything into it, or have left it out."""
+    """Whoever passes the answer on may have written anything into it: no table can be there."""
+    actor = scene.prefill[kind, True]
+    prompt, ask = scene.fresh(actor)
+    forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
+    scene.decode.ask(replace(ask, answer=json.dumps(forged)))
+    assert scene.decode.watch(prompt).failed == names([prompt])
+    after, ask_after = scene.fresh(actor)
+    scene.decode.ask(ask_after)
+    assert_identical(scene.decode, [after], loaded(after, scene.release))
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_word_that_cannot_be_read_proves_nothing_and_turns_no_check_off(
+    scene: Scene, kind: str
+) -> None:
+    """Where a table may be, and none is."""
     actor = scene.prefill[kind, True]
     for _ in range(4):
         prompt, ask = scene.fresh(actor)
-        forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
-        scene.decode.ask(replace(ask, answer=json.dumps(forged)))
+        answer = json.loads(ask.answer)
+        start, _, table = answer[FIELD].rpartition("/")
+        answer[FIELD] = f"{start}/{int(table, 16) ^ 1 << 44:x}"
+        scene.decode.ask(replace(ask, answer=json.dumps(answer)))
         assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
     prompt, ask = scene.stale(actor)
     scene.decode.ask(ask)
