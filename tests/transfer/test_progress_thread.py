@@ -472,11 +472,16 @@ def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_n
     engine, progress = EngineAgent(agent, gate), ProgressAgent(agent, gate)
     assert "add_remote_agent" not in STEP_CALLS
     assert "register_memory" not in STEP_CALLS
-    end = time.monotonic() + 1.0
+    began = time.monotonic()
     counts = dict.fromkeys(("step", "handshake", "thread", "registers", "removes"), 0)
 
+    def is_over() -> bool:
+        """After a second, or as many as a busy machine needs."""
+        passed = time.monotonic() - began
+        return passed > SECONDS or (passed > 1.0 and min(counts.values()) > 10)
+
     def loop(who: str, *calls: Callable[[str], None]) -> None:
-        while time.monotonic() < end:
+        while not is_over():
             for call in calls:
                 call(who)
                 counts[who] += 1
