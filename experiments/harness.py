@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
+_ROOT = Path(__file__).resolve().parents[1]
+_DATA = _ROOT / "docs" / "data"
+# A script that is run as a file finds its own folder alone, and this module in it.
+if str(_ROOT) not in sys.path:
+    sys.path.insert(0, str(_ROOT))
 
 
 @dataclass(frozen=True)
