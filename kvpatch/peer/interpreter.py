@@ -33,7 +33,7 @@ _METADATA = "agent_metadata_bytes"
 
 @dataclass(frozen=True)
 class Interpretation:
-    """Who speaks with whom.
+    """The two ends of a handshake that is interpreted.
 
     Attributes:
         peer: where P listens.
