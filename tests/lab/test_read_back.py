@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
+from .test_same_prompt import MODELS, SPEC
 
 pytestmark = [
     pytest.mark.lab,
@@ -24,22 +24,8 @@ pytestmark = [
 
 _BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 _BLOCK, _TOKENS, _ANSWER = 16, 133, 12
-_SPEC = EngineSpec(
-    block_tokens=_BLOCK,
-    planned_blocks=600,
-    layers=2,
-    kv_heads=2,
-    head_dim=16,
-    dtype="float32",
-    own_scheduler=True,
-    patched=True,
-)
-_MODELS = {
-    "attention": {},
-    "windows": {"window_tokens": (0, 40), "layers": 4},
-    "windows alone": {"window_tokens": (40,)},
-    "states": {"has_state": True, "layers": 4},
-}
+_SPEC = replace(SPEC, patched=True)
+_MODELS = {**MODELS, "windows alone": {"window_tokens": (40,)}}
 #: How much longer the next turn is than the last one with its answer, and which token is edited.
 _TURNS = {
     "kept": (30, ()),

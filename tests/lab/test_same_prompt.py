@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _BLOCK, _TOKENS, _BORDER = 16, 137, 128
 _FINISHED = "FINISHED_LENGTH_CAPPED"
-_SPEC = EngineSpec(
+SPEC = EngineSpec(
     block_tokens=_BLOCK,
     planned_blocks=600,
     layers=2,
@@ -39,7 +39,7 @@ _SPEC = EngineSpec(
     dtype="float32",
     own_scheduler=True,
 )
-_MODELS = {
+MODELS = {
     "attention": {},
     "windows": {"window_tokens": (0, 40), "layers": 4},
     "states": {"has_state": True, "layers": 4},
@@ -108,7 +108,7 @@ def _specs(lab: Lab, kind: str, model: str = "attention") -> tuple[EngineSpec, E
     """P and D, with kvpatch."""
     if model != "attention" and not FACTS[lab.release].has_cache_groups:
         pytest.skip("<= 0.17 the connector takes one cache group")
-    spec = replace(_SPEC, patched=True, **_MODELS[model])  # type: ignore[arg-type]
+    spec = replace(SPEC, patched=True, **MODELS[model])  # type: ignore[arg-type]
     if kind == "like":
         return spec, spec
     if FACTS[lab.release].loads_whole_blocks_only:
