@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import Logger
 from math import inf
@@ -22,6 +22,7 @@ import numpy as np
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
+from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 
 HOST_MEMORY = Memory("DRAM")
@@ -41,6 +42,7 @@ class PeerTable:
 
     Args:
         nixl: the agent, before the worker states what it has.
+        backends: of the agent, those that the release registers its caches with; none for all.
 
     Attributes:
         landing_start: where the places begin for what this worker reads of its peers' tables.
@@ -54,11 +56,12 @@ class PeerTable:
     landings: ClassVar[int]
     landing_bytes: ClassVar[int]
 
-    def __init__(self, nixl: Any) -> None:
+    def __init__(self, nixl: Any, backends: Sequence[str] = ()) -> None:
         # Pages of its own, which a fork shares: a copy on write would take them off the card's.
         self._bytes = np.frombuffer(mmap(-1, self.size_bytes()), dtype=np.uint8)
         place = (self.address, self.size_bytes(), HOST_MEMORY.device_id, "")
-        nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
+        memory = nixl.get_reg_descs([place], HOST_MEMORY.kind)
+        nixl.register_memory(memory, backends=list(backends))
         self._free = deque(range(self.landings))
 
     @classmethod
@@ -85,16 +88,17 @@ class PeerTable:
         return self._bytes[start : start + size_bytes].tobytes()
 
 
-def made_table(worker: Any, kind: type[_Table], log: Logger, lost: str) -> _Table | None:
+def made_table(release: ReleaseWorker, kind: type[_Table], log: Logger, lost: str) -> _Table | None:
     """A worker's new table of a kind; None where there is no host memory for it.
 
     Args:
         lost: what is not done then, for the log.
     """
+    worker = release.worker
     errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
     errors += errors_of(worker.nixl_wrapper)
     try:
-        table = kind(worker.nixl_wrapper)
+        table = kind(worker.nixl_wrapper, release.nixl_backends)
     except errors as error:
         log.warning("%s: no host memory for it: %s", lost, error)
         return None

@@ -226,14 +226,14 @@ def without(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values for name, values in data.items() if name != NAME}
 
 
-def count_read(stats: Any, counts: Any) -> None:
+def count_read(stats: Any, counts: Any, way: str = "") -> None:
     """Adds a read that is done.
 
     Args:
-        counts: NIXL's of a transfer of the release's, or of one of ours, which may have been
-            prepared by the release.
+        counts: NIXL's of a transfer.
+        way: the path of one of ours, which may have been prepared by the release.
     """
-    way = getattr(counts, "way", "") or Way.STOCK.value  # NIXL's own has none
+    way = way or Way.STOCK.value
     read = ((READS, 1), (READ_BYTES, counts.totalBytes))
     seconds = (READ_SECONDS, counts.xferDuration * _SECONDS)
     put(stats, (Sample(metric.name, way, value) for metric, value in (*read, seconds)))

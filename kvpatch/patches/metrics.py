@@ -65,7 +65,7 @@ def _record_transfer(wrapped: Callable[..., Any], instance: Any, res: Any) -> An
         return None  # a rank that was only told
     found = wrapped(res)
     if res is not None:  # from 0.32 on NIXL may not have counted
-        payload.count_read(instance, res)
+        payload.count_read(instance, res, res.way if isinstance(res, Telemetry) else "")
     return found
 
 

@@ -76,7 +76,7 @@ def _make_table(release: ReleaseWorker) -> None:
         named = ", ".join(backends) or "no NIXL back end named"
         _LOG.info("blocks gone stale are not looked for with %s", named)
         return
-    table = made_table(worker, HoldTable, _LOG, "blocks gone stale are not looked for")
+    table = made_table(release, HoldTable, _LOG, "blocks gone stale are not looked for")
     if table is not None:
         state.of(StatedTables)[HOLD] = table.address
         state.of(CheckMakers)["stale_blocks"] = lambda *_: partial(check_hold, table)

@@ -44,7 +44,8 @@ def sum_of(found: Iterable[Any]) -> Telemetry:
     for one in found:
         if one is not None:
             total.add(one)
-            total.way = total.way or getattr(one, "way", "")
+            if isinstance(one, Telemetry):
+                total.way = total.way or one.way
     return total
 
 

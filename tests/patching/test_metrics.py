@@ -140,7 +140,7 @@ class TestPayload:
 
     def test_what_travels_is_known_everywhere(self) -> None:
         stats = _Stats()
-        payload.count_read(stats, Telemetry(xferDuration=10, totalBytes=64, way="staged"))
+        payload.count_read(stats, Telemetry(xferDuration=10, totalBytes=64), "staged")
 
         sent = pickle.dumps(stats.data)
 

@@ -279,12 +279,12 @@ class PromisedLoad(NamedTuple):
 
 def make_table(release: ReleaseWorker) -> None:
     """Makes a worker's table, where digests are asked for and there is one of holds."""
-    worker, state = release.worker, worker_state(release.worker)
+    state = worker_state(release.worker)
     if settings.digest() == "off" or state.held(HoldTable) is None:
         return
     if state.held(DigestTable) is not None:
         return
-    table = made_table(worker, DigestTable, _LOG, "loads are not checked by digests")
+    table = made_table(release, DigestTable, _LOG, "loads are not checked by digests")
     if table is not None:
         state.of(CheckMakers)["digests"] = partial(_make_checks, table)
 
