@@ -20,7 +20,13 @@ from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
-from kvpatch.load.smaller_blocks import Blocks, shares_tokens, smaller_blocks
+from kvpatch.load.smaller_blocks import (
+    Blocks,
+    mend_pairing,
+    name_preparable,
+    shares_tokens,
+    smaller_blocks,
+)
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
@@ -55,8 +61,6 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 if not _is_paired_by_release(worker, reader, engine_id, facts):
                     read_request.match_local_block_count(meta, facts)
             else:
-                from kvpatch.load.smaller_blocks_pairing import name_preparable
-
                 context.is_of_smaller = True
                 name_preparable(worker, meta, release_worker(worker).groups(()), smaller)
             if reader is None:
@@ -105,8 +109,6 @@ def _choose(
         parts = reader.ours.kernel_blocks_per_block
         refuse_unmapped(state.held(MappedPages), reader.groups, request, parts)
     if smaller is not None:
-        from kvpatch.load.smaller_blocks_pairing import mend_pairing
-
         mend_pairing(worker, meta, release_worker(worker).groups(()), smaller)
         return
     peer = None if reader is None else reader.peers.get(engine_id)

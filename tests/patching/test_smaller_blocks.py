@@ -16,8 +16,7 @@ from kvpatch.geometry.segments import BlockList, kernel_blocks
 from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.reader import Reader
-from kvpatch.load.smaller_blocks import Blocks, why_misread
-from kvpatch.load.smaller_blocks_pairing import mend_pairing, remote_slice
+from kvpatch.load.smaller_blocks import Blocks, mend_pairing, remote_slice, why_misread
 from kvpatch.peer.decision import Decision, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group

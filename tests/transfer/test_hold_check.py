@@ -11,8 +11,8 @@ import torch
 import wrapt
 from nixl._bindings import nixlBackendError
 
-from kvpatch.checks.holds import hold_check as check_module
-from kvpatch.checks.holds.hold_check import HoldCheck
+from kvpatch.checks import hold_check as check_module
+from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import (
     _SLOTS,
     MOST_MISSED,
