@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from kvpatch.checks.digests.cache_digests import SLICE_BYTES, DigestPiece, TableTokens
-from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory

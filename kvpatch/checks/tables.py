@@ -31,10 +31,30 @@ WORD_BYTES = 8
 PAUSE_SECONDS = 1e-3
 #: A poll counts for no more than so many, however long the process was frozen before it.
 _MOST_AT_ONCE = 10
-#: An answer is waited for in a step of the engine's, or the load takes one more step.
+#: An answer is waited for in a step of the engine's, or the load takes one more step: each one for
+#: so long, and all of a step.
 _SPIN_SECONDS = 1e-4
+_SPIN_SECONDS_OF_STEP = 3e-4
 
 _Table = TypeVar("_Table", bound="PeerTable")
+
+
+class StepBudget:
+    """The time for which reads of one worker's tables may hold the engine's thread in one step.
+
+    Reads are of one step that begin shortly after one another.
+    """
+
+    def __init__(self) -> None:
+        self._end = self._last = -inf
+
+    def deadline(self) -> float:
+        """Returns until when a read that begins now may be waited for."""
+        now = time.monotonic()
+        if now - self._last > PAUSE_SECONDS:
+            self._end = now + _SPIN_SECONDS_OF_STEP
+        self._last = now
+        return min(self._end, now + _SPIN_SECONDS)
 
 
 class PeerTable:
@@ -47,6 +67,7 @@ class PeerTable:
     Attributes:
         landing_start: where the places begin for what this worker reads of its peers' tables.
         landings, landing_bytes: how many there are, and the size of each.
+        budget: for what this worker reads in steps alone, of all of its tables.
 
     Raises:
         Exception: NIXL's, where it cannot register host memory.
@@ -63,6 +84,7 @@ class PeerTable:
         memory = nixl.get_reg_descs([place], HOST_MEMORY.kind)
         nixl.register_memory(memory, backends=list(backends))
         self._free = deque(range(self.landings))
+        self.budget = StepBudget()
 
     @classmethod
     def size_bytes(cls) -> int:
@@ -102,7 +124,9 @@ def made_table(release: ReleaseWorker, kind: type[_Table], log: Logger, lost: st
     except errors as error:
         log.warning("%s: no host memory for it: %s", lost, error)
         return None
-    worker_state(worker).hold(table)
+    state = worker_state(worker)
+    table.budget = state.of(StepBudget)
+    state.hold(table)
     return table
 
 
@@ -178,7 +202,7 @@ class TableRead(Generic[_Table]):
 
         In steps alone it is waited for, for a short time.
         """
-        began = time.monotonic()
+        deadline = -inf if self.is_paced else self.table.budget.deadline()
         self._handle = prepare_read(
             nixl,
             Ends(HOST_MEMORY, HOST_MEMORY, self.agent),
@@ -187,8 +211,10 @@ class TableRead(Generic[_Table]):
             np.array([size_bytes]),
         )
         state = nixl.transfer(self._handle)
-        while state == "PROC" and not self.is_paced and time.monotonic() - began < _SPIN_SECONDS:
+        while state == "PROC" and not self.is_paced:
             state = nixl.check_xfer_state(self._handle)
+            if time.monotonic() >= deadline:
+                break
         return state
 
     def release(self, nixl: Any) -> None:

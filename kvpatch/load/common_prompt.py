@@ -30,6 +30,7 @@ from kvpatch.worker.kv_cache_groups import (
     has_state,
     reserves_slots,
     still_has,
+    window_alone,
 )
 from kvpatch.worker.state import scheduler_state
 
@@ -198,6 +199,7 @@ def _found(
         same, held = _held_of_longer(scheduler, params, end, facts)
     else:
         same = min(held, end)
+    same = min(same, _in_front_of_gap(scheduler, params, held, facts))
     if stated is not None:
         same = min(same, stated.tokens)
     kind = Prompt.UNSTATED
@@ -231,6 +233,22 @@ def _held_of_longer(
         return PlannedLoad(end, end)
     sure = (blocks - 1) * block_tokens - drafted_tokens(scheduler.vllm_config)
     return PlannedLoad(max(0, sure), blocks * block_tokens)
+
+
+def _in_front_of_gap(
+    scheduler: Any, params: Mapping[str, Any], held: int, facts: ReleaseFacts
+) -> int:
+    """Returns how many of the held tokens lie in front of the first block that P has let go of.
+
+    Layers with reference sliding windows (R-SWA, from 0.25) keep a prompt and the end of its
+    answer. P's list has the null block for what is between them, which would be read as data.
+    """
+    number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
+    if number is None or number >= len(named) or window_alone(scheduler) is not None:
+        return held
+    blocks = named[number]
+    # P's blocks may be of another size, and are enough for what it holds: a block is no smaller.
+    return blocks.index(0) * held // len(blocks) if 0 in blocks else held
 
 
 def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:

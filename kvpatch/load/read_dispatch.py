@@ -20,7 +20,13 @@ from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.reordered_loads import ReorderedLoads
-from kvpatch.load.smaller_blocks import Blocks, shares_tokens, smaller_blocks
+from kvpatch.load.smaller_blocks import (
+    Blocks,
+    mend_pairing,
+    name_preparable,
+    shares_tokens,
+    smaller_blocks,
+)
 from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
@@ -55,8 +61,6 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 if not _is_paired_by_release(worker, reader, engine_id, facts):
                     read_request.match_local_block_count(meta, facts)
             else:
-                from kvpatch.load.smaller_blocks_pairing import name_preparable
-
                 context.is_of_smaller = True
                 name_preparable(worker, meta, release_worker(worker).groups(()), smaller)
             if reader is None:
@@ -105,8 +109,6 @@ def _choose(
         parts = reader.ours.kernel_blocks_per_block
         refuse_unmapped(state.held(MappedPages), reader.groups, request, parts)
     if smaller is not None:
-        from kvpatch.load.smaller_blocks_pairing import mend_pairing
-
         mend_pairing(worker, meta, release_worker(worker).groups(()), smaller)
         return
     peer = None if reader is None else reader.peers.get(engine_id)
@@ -128,7 +130,11 @@ def _choose(
             "hands with the host buffer's reader"
         )
     names_any = any(read_request.groups(meta.local_block_ids))
-    if not (is_known and names_any) or _pairs_otherwise(worker, engine_id, facts):
+    if not (is_known and names_any):
+        return
+    if _pairs_otherwise(worker, engine_id, facts):
+        if request is not None:
+            _refuse_part_of_unlike_regions(worker, engine_id, request, meta, facts)
         return
     if request is not None:
         leave_common_blocks(worker, engine_id, request, meta, facts)
@@ -221,10 +227,40 @@ def refuse_misnamed(
             )
 
 
+def _refuse_part_of_unlike_regions(
+    worker: Any, engine_id: str, request: ReadRequest, entry: Any, facts: ReleaseFacts
+) -> None:
+    """Refuses a part of P's prompt where the release would pair lists by region from their ends.
+
+    It pairs them by token only with P's own count, and without regions that groups share.
+    """
+    block_tokens = int(worker.vllm_config.cache_config.block_size)
+    ends = {-(-tokens // block_tokens) for tokens in (request.tokens, request.remote_tokens)}
+    if len(ends) == 1 or not _has_unlike_regions(worker, engine_id, facts):
+        return
+    regions = (*worker.dst_region_group_ids[engine_id], *worker.region_group_ids)
+    if (
+        entry.remote.num_tokens is None
+        or min(regions) < 0
+        or shares_tokens(worker, engine_id, facts)
+    ):
+        raise UnlikePrompts(
+            f"{request.tokens} of {request.remote_tokens} tokens of engine {engine_id} are to be "
+            "loaded, whose layers are in other cache groups than ours: this vLLM would take the "
+            "last blocks",
+            "send both engines the same prompt, and pass on remote_num_tokens of P's answer",
+        )
+
+
+def _has_unlike_regions(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
+    """True if a peer's regions are of other cache groups than ours (from 0.30)."""
+    if "region_group_ids" not in facts.agent_metadata:
+        return False
+    theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
+    return bool(theirs and ours and list(theirs) != list(ours))
+
+
 def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
     """True if the release pairs lists of other lengths: by region, or by context ranks."""
-    if "region_group_ids" in facts.agent_metadata:  # from 0.30
-        theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
-        if theirs and ours and list(theirs) != list(ours):
-            return True
-    return shares_tokens(worker, engine_id, facts)
+    is_unlike = _has_unlike_regions(worker, engine_id, facts)
+    return is_unlike or shares_tokens(worker, engine_id, facts)

@@ -36,8 +36,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch.checks.holds.grants import GrantedHolds, StatedTables
-from kvpatch.checks.holds.hold_check import check_hold
+from kvpatch.checks.grants import GrantedHolds, StatedTables
+from kvpatch.checks.hold_check import check_hold
 from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper

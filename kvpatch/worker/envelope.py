@@ -6,12 +6,12 @@ handshakes. One attribute of these objects carries a message, a dictionary:
 =================  =========  ==========================================  ========================
 name               to         content                                     written by
 =================  =========  ==========================================  ========================
-``HOLDS``          workers    words of holds by request, 0 of one over    ``checks/holds``
-``DIGEST_ORDERS``  workers    what is to be digested, by request          ``checks/holds``
+``HOLDS``          workers    words of holds by request, 0 of one over    ``checks/grants``
+``DIGEST_ORDERS``  workers    what is to be digested, by request          ``checks/grants``
 ``SAVES``          workers    blocks to be copied to the host buffer      ``host_buffer``
 ``RELEASES``       workers    releases of peers, by engine id             ``peer/other_releases``
 ``WORDS``          scheduler  what P states beside its release            ``peer/stated_words``
-``TABLES``         scheduler  addresses of a worker's tables              ``checks/holds``
+``TABLES``         scheduler  addresses of a worker's tables              ``checks/grants``
 =================  =========  ==========================================  ========================
 
 A process without kvpatch unpickles a message and ignores it, so that its values are plain ones.

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights
-from kvpatch.checks.digests.digests import Digests, Extent, compare
+from kvpatch.checks.digests.digests import ROW_WORDS, Digests, Extent, Weights, compare
 from kvpatch.geometry.plane import Content, HeadName
 
 _ALL_BITS = 2**64 - 1

@@ -89,6 +89,9 @@ class EngineSpec:
     #: Any window makes the release's own hybrid allocator plan several cache
     #: groups over shared tensors, and its own scheduler hand out their blocks.
     window_tokens: tuple[int, ...] = (0,)
+    #: The window of the tokens that a request has generated, in a model that looks at all of its
+    #: prompt (R-SWA, from 0.25); 0 in another model.
+    reference_window: int = 0
     #: KV heads and channels of layers with a window, where they are others. The release plans
     #: blocks of more tokens for the smaller ones of both, so that blocks have one size in bytes.
     window_shape: tuple[int, int] | None = None

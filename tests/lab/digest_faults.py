@@ -53,8 +53,8 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
 
     None of them goes on before.
     """
-    from kvpatch.checks.holds import hold_check
-    from kvpatch.checks.holds.hold_check import HoldCheck
+    from kvpatch.checks import hold_check
+    from kvpatch.checks.hold_check import HoldCheck
 
     # On a busy machine P would be asked in front of a read as well.
     kept, hold_check._ASK_AGAIN_SECONDS = hold_check._ASK_AGAIN_SECONDS, _FOR_EVER
@@ -80,14 +80,14 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
 
 def ask_first(*, asks: bool) -> None:
     """Has every read ask for P's word before it begins, or those alone that have waited."""
-    from kvpatch.checks.holds import hold_check
+    from kvpatch.checks import hold_check
 
     hold_check._ASK_AGAIN_SECONDS = -_FOR_EVER if asks else 1.0
 
 
 def before_word(event: Callable[[], None]) -> None:
     """Has something happen once, when all of a read has come and P's word has not."""
-    from kvpatch.checks.holds.hold_check import HoldCheck
+    from kvpatch.checks.hold_check import HoldCheck
 
     answer = HoldCheck.answer
 
@@ -134,7 +134,7 @@ def made(workers: Sequence[Any], name: str) -> str:
 
 def _word(worker: Any, name: str) -> tuple[int, int]:
     """What the directory of digests has in a request's place, and the word of its hold."""
-    from kvpatch.checks.digests.digest_table import DigestTable, entry_address
+    from kvpatch.checks.digests.digest_check import DigestTable, entry_address
     from kvpatch.worker.state import worker_state
 
     table = worker_state(worker).held(DigestTable)

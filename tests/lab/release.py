@@ -390,6 +390,8 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
         "sliding_window": window_tokens or None,
     }
     kind = interface.SlidingWindowSpec if window_tokens else interface.FullAttentionSpec
+    if spec.reference_window:
+        kind, wanted["rswa_window"] = interface.RSWASpec, spec.reference_window
     if spec.family == "mla":
         kind = getattr(interface, "MLAAttentionSpec", kind)
     if spec.has_indexer:  # as layers of MLA say, and indexers do not

@@ -10,8 +10,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from .engine_api import Ask, Prompt
+from .host import Lab
 from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
 from .test_same_prompt import MODELS, SPEC
@@ -71,3 +73,23 @@ def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
         again = replace(stage.prompt(turn.tokens), number=first.number, edits=edits)
         (served,) = prefill.complete(Ask(again, ""))
         assert prefill.wrong(again)[0] == 0, f"{name}, from P's prefix cache"
+
+
+@pytest.mark.parametrize("tokens", [_BLOCK, 2 * _BLOCK])
+def test_a_turn_with_a_gap(stage: Stage, lab: Lab, tokens: int) -> None:
+    """D has let go of blocks between the prompt and the end of its answer (R-SWA)."""
+    if Version(lab.release) < Version("0.25"):
+        pytest.skip("<= 0.24 has no such layers")
+    window, answer = 20, 90
+    spec = replace(_SPEC, reference_window=window)
+    prefill = stage.start(spec, _BOTH_WAYS)
+    other = replace(spec, block_tokens=tokens, planned_blocks=600 * _BLOCK // tokens)
+    decode = stage.start(replace(other, answer_tokens=150, stops_after=answer), _BOTH_WAYS)
+    first, said = _turn(stage, prefill, decode)
+    assert 0 in json.loads(said)["remote_block_ids"][0][:-1]
+    turn = replace(stage.prompt(_TOKENS + answer + 30), number=first.number)
+
+    (served,) = prefill.complete(Ask(turn, said))
+
+    assert served.status == "FINISHED_LENGTH_CAPPED"
+    assert prefill.wrong(turn)[0] == 0

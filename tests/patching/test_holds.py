@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.holds.grants import GrantedHolds, Hold, read_hold
+from kvpatch.checks.grants import GrantedHolds, Hold, read_hold
 from kvpatch.checks.tables import (
     generation_of,
     is_still_to_come,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.holds.grants import read_hold, read_promise
+from kvpatch.checks.grants import read_hold, read_promise
 from kvpatch.core.errors import NoDigest, ParamsRefused, PeerRefused, ReadRefused
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, GENERATIONS

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.core.errors import PeerRefused, ReadRefused
+from kvpatch.core.errors import PeerRefused, ReadRefused, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.segments import BlockList, kernel_blocks
 from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.reader import Reader
-from kvpatch.load.smaller_blocks import Blocks, why_misread
-from kvpatch.load.smaller_blocks_pairing import mend_pairing, remote_slice
+from kvpatch.load.smaller_blocks import Blocks, mend_pairing, remote_slice, why_misread
 from kvpatch.peer.decision import Decision, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
@@ -188,6 +187,40 @@ def test_a_refused_load_keeps_lists_that_the_release_alone_pairs(theirs: list[in
         kept = meta.remote.block_ids
 
     assert (kept == [[10, 11, 12]]) == (theirs != worker.region_group_ids)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "stated", "tokens", "is_refused"),
+    [
+        ([0, 0, 1], None, 64, True),
+        ([0, -1, 1], 150, 64, True),  # a region that groups share
+        ([0, 0, 1], 150, 64, False),  # paired by token
+        ([0, 0, 1], None, 150, False),  # all of it
+    ],
+)
+def test_a_part_of_unlike_regions(
+    theirs: list[int],
+    stated: int | None,
+    tokens: int,
+    is_refused: bool,  # noqa: FBT001
+) -> None:
+    """The release would load the last blocks of P's longer prompt."""
+    worker, meta = _worker(), _meta([1], [10, 11, 12], tokens)
+    read = ReadRequest(tokens, 150, ((1,),), ((10, 11, 12),))
+    setattr(meta, _READ_REQUEST, read)
+    meta.remote.num_tokens = stated
+    worker.dst_region_group_ids, worker.region_group_ids = {"P": theirs}, [0, 0, 0]
+    worker.vllm_config.cache_config.block_size = 64
+    worker.transfer_topo.get_engine_info("P").remote_block_size = 64
+    own = worker.nixl_wrapper
+
+    with request_read(worker, "request", meta):
+        agent = worker.nixl_wrapper
+        if is_refused:
+            with pytest.raises(UnlikePrompts, match="other cache groups"):
+                agent.make_prepped_xfer("READ", 1, [0], "handle", [0], b"req:1")
+        else:
+            assert agent is own
 
 
 # --- a peer ---------------------------------------------------------------------

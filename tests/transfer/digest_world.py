@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvpatch.checks.digests.cache_digests import TableTokens, memories_of
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Digests
+from kvpatch.checks.digests.digests import Digests, Weights
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvpatch.checks.digests import cache_digests
 from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Digests, compare, ranges_of
+from kvpatch.checks.digests.digests import Digests, Weights, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList

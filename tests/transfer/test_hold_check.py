@@ -11,8 +11,8 @@ import torch
 import wrapt
 from nixl._bindings import nixlBackendError
 
-from kvpatch.checks.holds import hold_check as check_module
-from kvpatch.checks.holds.hold_check import HoldCheck
+from kvpatch.checks import hold_check as check_module
+from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import (
     _SLOTS,
     MOST_MISSED,
@@ -167,6 +167,33 @@ class Silent(wrapt.ObjectProxy):
 
     def check_xfer_state(self, handle):
         return "PROC"
+
+
+def test_words_of_one_step_share_the_time_for_which_they_hold_it(tables, monkeypatch):
+    """Made up: a clock that goes on by 0.01 ms each time that it is read."""
+    looks, now, state = [], [time.monotonic()], "check_xfer_state"
+    silent = Silent(tables.world.decode)
+
+    def read_clock():
+        now[0] += 1e-5
+        return now[0]
+
+    monkeypatch.setattr(time, "monotonic", read_clock)
+    monkeypatch.setattr(Silent, state, lambda _, handle: looks.append(handle) or "PROC")
+
+    def step(reads):
+        looks.clear()
+        for check in [tables.check(generation_of(START, 1)) for _ in range(reads)]:
+            assert check.answer(silent) is None
+            check.release(silent)
+        return len(looks)
+
+    alone = step(1)
+    assert 5 < alone <= 10
+    now[0] += PAUSE_SECONDS
+    assert 50 <= step(50) < 50 + 4 * alone, "one look each, and the time of a step between them"
+    now[0] += PAUSE_SECONDS
+    assert step(1) == alone
 
 
 def test_what_is_on_its_way_is_waited_for_until_the_lease_is_over(tables, monkeypatch):

@@ -13,12 +13,13 @@ import torch
 from kvpatch.checks.digests import digest_check as read_module
 from kvpatch.checks.digests import worker_digests as maker_module
 from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead
-from kvpatch.checks.digests.digest_table import (
+from kvpatch.checks.digests.digest_check import (
     _RING_END,
     _RING_START,
     _SLOTS,
     MOST_BYTES,
+    DigestCheck,
+    DigestRead,
     DigestTable,
 )
 from kvpatch.checks.digests.worker_digests import DigestMaker, Order

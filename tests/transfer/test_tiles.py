@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import ranges_of
+from kvpatch.checks.digests.digests import Weights, ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, uncovered_tail

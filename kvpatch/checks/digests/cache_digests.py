@@ -1,6 +1,6 @@
 """Digests of cached tokens, made where the cache lies: a few operations on many layers at once.
 
-The numbers are those of ``digest_weights.py``. Planes that differ only in where they lie are read
+The numbers are those of ``digests.py``. Planes that differ only in where they lie are read
 together, some MiB at a time: gathered block by block, multiplied as words of 32 bits, and added up.
 On the host numpy's einsum does the last two in one pass; a device has no product of whole-number
 matrices and does them in two operations.
@@ -26,15 +26,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.checks.digests.digest_weights import (
+from kvpatch.checks.digests.digests import (
     HALF_BITS,
     LOW_HALF,
     WORD_BYTES,
+    Digests,
+    Extent,
     UInt64Array,
     Weights,
+    ranges_of,
     rows_of,
 )
-from kvpatch.checks.digests.digests import Digests, Extent, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, HeadName, Plane, Strides, planes_without
 from kvpatch.geometry.segments import BlockList, Int64Array

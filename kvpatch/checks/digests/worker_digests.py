@@ -11,12 +11,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpatch.checks.digests.cache_digests import CoveredCaches, DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead, seed_of
-from kvpatch.checks.digests.digest_table import MOST_BYTES, DigestTable
-from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Stated, extents_of, range_tokens_of, written
-from kvpatch.checks.holds.grants import DigestOrder, StatedTables, read_promise
-from kvpatch.checks.holds.hold_check import HoldCheck
+from kvpatch.checks.digests.digest_check import (
+    MOST_BYTES,
+    DigestCheck,
+    DigestRead,
+    DigestTable,
+    seed_of,
+)
+from kvpatch.checks.digests.digests import Stated, Weights, extents_of, range_tokens_of, written
+from kvpatch.checks.grants import DigestOrder, StatedTables, read_promise
+from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from kvpatch.checks.holds.grants import Hold, read_hold
+from kvpatch.checks.grants import Hold, read_hold
 from kvpatch.checks.tables import (
     MOST_MISSED,
     PAUSE_SECONDS,
