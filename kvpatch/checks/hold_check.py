@@ -21,7 +21,7 @@ from kvpatch.checks.tables import (
     may_be_table,
     word_address,
 )
-from kvpatch.core.errors import PeerRefused, ReadRefused
+from kvpatch.core.errors import AnswerGone, PeerRefused, ReadRefused
 from kvpatch.load.read_request import HOLD, ReadRequest
 from kvpatch.load.reader import RankRead, RequestContext
 from kvpatch.observe.catalogue import CheckResult
@@ -188,12 +188,12 @@ def _of_rank(
     """Asks a rank of the peer for its word; None where it cannot be asked.
 
     Raises:
-        ReadRefused: P's answer is of an engine with fewer ranks, or of an earlier start of it.
+        AnswerGone: P's answer is of an engine with fewer ranks, or of an earlier start of it.
     """
     if rank.mask is None:
         return None
     if rank.number >= len(hold.tables):
-        raise ReadRefused(
+        raise AnswerGone(
             f"request {context.request_id} is read from rank {rank.number} of engine "
             f"{context.engine_id}, and the answer of P that it carries is of an engine with "
             f"{len(hold.tables)} ranks",
@@ -201,7 +201,7 @@ def _of_rank(
         )
     address = hold.tables[rank.number] ^ rank.mask
     if not may_be_table(address):
-        raise ReadRefused(
+        raise AnswerGone(
             f"request {context.request_id} carries an answer of engine {context.engine_id} from "
             "before it started or woke up anew: what it held then is gone",
             "send the request to P again",

@@ -165,6 +165,10 @@ class UnlikePrompts(ReadRefused):
     """A request whose prompt is not the one that P holds: D computes it."""
 
 
+class AnswerGone(ReadRefused):
+    """A request whose answer of P is of an earlier start of it, or another P: D computes it."""
+
+
 class PeerRefused(FromOutside):
     """A peer that is silent, or whose cache cannot be read: then with both geometries."""
 

@@ -13,7 +13,7 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
-from kvpatch.load.prompt_hashes import names_images, read_prompt
+from kvpatch.load.prompt_hashes import lacks_images, names_images, read_prompt
 from kvpatch.load.read_request import (
     HOLD,
     PlannedLoad,
@@ -76,11 +76,11 @@ class PromptLoads:
         if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it
             return False
         taker = self._taker(request, request.kv_transfer_params)
-        if taker is request:
+        has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
+        if taker is request or (not has_cache and lacks_images(request)):
             return False
         is_loading = _leave(scheduler, request, taker)
         state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
-        has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
         if is_loading and has_cache and state.facts.can_answer_later:
             self._waiting[request] = ref(taker)
         return True

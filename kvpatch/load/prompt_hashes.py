@@ -3,6 +3,10 @@
 D compares it with its own prompt, and loads no more than both have in common. Each hash covers all
 tokens up to its place, so that the last equal one tells how far the prompts are the same. A hash
 also covers images by the name of their content, and the LoRA adapter: both change keys and values.
+
+Some routers send D the tokens of a prompt with images and not the images, or embeddings of noise in
+their place. Such a D can only load: what it computed itself would be of no image. For it P states a
+second chain, over the tokens alone.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ _HASH_BYTES = 6
 _MOST_HASHES = 64
 #: Hashes are a multiple of so many tokens apart.
 _STEP_TOKENS = 16
-_FORM = re.compile(r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})")
+_FORM = re.compile(
+    r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})(?:/([0-9A-Za-z_-]{1,512}))?"
+)
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,18 @@ class StatedPrompt:
         prompt_tokens: of these, the ones that P was sent.
         chain: the hashes at :func:`_places`, one behind the other; empty where P cannot name
             its contents (embeddings, images without a name).
+        token_chain: the same over the tokens alone, where the prompt has images; else empty.
     """
 
     tokens: int
     prompt_tokens: int
     chain: bytes
+    token_chain: bytes = b""
 
     def __str__(self) -> str:
-        chain = urlsafe_b64encode(self.chain).decode()
-        return f"1/{self.tokens:x}/{self.prompt_tokens:x}/{chain}"
+        chains = [self.chain, self.token_chain] if self.token_chain else [self.chain]
+        texts = [urlsafe_b64encode(chain).decode() for chain in chains]
+        return "/".join((f"1/{self.tokens:x}/{self.prompt_tokens:x}", *texts))
 
     def common_tokens(self, request: Any, *, names_images: bool) -> int | None:
         """Returns how many tokens of P's prompt a request begins with; None where it is not known.
@@ -51,14 +60,20 @@ class StatedPrompt:
             names_images: False where names of images do not follow from their content.
         """
         tokens = _prompt(request)
-        if not self.chain or tokens is None or not _is_named(request, names_images):
+        if not self.chain or tokens is None:
+            return None
+        chain, of_tokens = self.chain, bool(self.token_chain) and not _has_images(request)
+        if of_tokens:
+            chain = self.token_chain
+        elif not _is_named(request, names_images):
             return None
         every = _places(self.tokens, self.prompt_tokens)
         places = [place for place in every if place <= len(tokens)]
         found = 0
-        for number, own in enumerate(_hashes(request, tokens, places)):
+        own_hashes = _token_hashes if of_tokens else _hashes
+        for number, own in enumerate(own_hashes(request, tokens, places)):
             start = number * _HASH_BYTES
-            if own != self.chain[start : start + _HASH_BYTES]:
+            if own != chain[start : start + _HASH_BYTES]:
                 break
             found = places[number]
         return found
@@ -82,21 +97,32 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
     if tokens > len(known):  # nobody has computed the keys and values of the last token
         known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
     tokens = min(tokens, len(known))
-    chain = b"".join(_hashes(request, known, _places(tokens, prompt_tokens)))
-    return StatedPrompt(tokens, prompt_tokens, chain)
+    places = _places(tokens, prompt_tokens)
+    chain, token_chain = b"".join(_hashes(request, known, places)), b""
+    if getattr(request, "mm_features", None):
+        token_chain = b"".join(_token_hashes(request, known, places))
+    return StatedPrompt(tokens, prompt_tokens, chain, token_chain)
 
 
 def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
     """Returns what P has stated in its answer; None where it states nothing that is known here."""
     stated = parameters.get(FIELD)
     found = _FORM.fullmatch(stated) if isinstance(stated, str) else None
-    if found is None or len(found[3]) % 4:
+    texts = (found[3], found[4] or "") if found is not None else ()
+    if found is None or any(len(text) % 4 for text in texts):
         return None
     tokens, prompt_tokens = int(found[1], 16), int(found[2], 16)
-    chain = urlsafe_b64decode(found[3])
-    if chain and len(chain) != _HASH_BYTES * len(_places(tokens, prompt_tokens)):
+    chains = [urlsafe_b64decode(text) for text in texts]
+    size_bytes = _HASH_BYTES * len(_places(tokens, prompt_tokens))
+    if any(chain and len(chain) != size_bytes for chain in chains):
         return None
-    return StatedPrompt(tokens, prompt_tokens, chain)
+    return StatedPrompt(tokens, prompt_tokens, *chains)
+
+
+def lacks_images(request: Any) -> bool:
+    """True if a request of D's has not got the images of P's prompt: D cannot compute it."""
+    stated = read_prompt(request.kv_transfer_params or {})
+    return stated is not None and bool(stated.token_chain) and not _has_images(request)
 
 
 def _prompt(request: Any) -> list[int] | None:
@@ -126,11 +152,32 @@ def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
     return not images or (names_images and all(image.identifier for image in images))
 
 
+def _has_images(request: Any) -> bool:
+    """True if a request brings images, and not embeddings in their place."""
+    images = getattr(request, "mm_features", None)  # from 0.11.0 on
+    if images is None:
+        return bool(request.has_encoder_inputs)
+    named = (name for image in images for name in image.data or ())
+    return bool(images) and not any(name.endswith("_embeds") for name in named)
+
+
 def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
     """Yields the hash of a request's first tokens, for each of these numbers of tokens."""
     adapter = request.lora_request
-    total = sha256(repr(None if adapter is None else adapter.lora_name).encode())
+    name = None if adapter is None else adapter.lora_name
     images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
+    return _hashes_of(name, images, tokens, places)
+
+
+def _token_hashes(_: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
+    """Yields them of the tokens alone: vLLM may choose an adapter by the kind of an image."""
+    return _hashes_of(None, [], tokens, places)
+
+
+def _hashes_of(
+    adapter: str | None, images: list[Any], tokens: list[int], places: list[int]
+) -> Iterator[bytes]:
+    total = sha256(repr(adapter).encode())
     ids = _as_array(tokens[: places[-1]] if places else [])
     start = 0
     for place in places:

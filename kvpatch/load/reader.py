@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpatch.core.errors import KvpatchError, UnlikePrompts, UnpairableBlocks
+from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.observe.book import Book
 from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
@@ -235,7 +235,7 @@ class Reader:
                 self.book.refuse(error)
             if context is not None:
                 context.is_refused = True
-                if isinstance(error, UnlikePrompts | UnpairableBlocks):
+                if isinstance(error, UnlikePrompts | UnpairableBlocks | AnswerGone):
                     self.failed_checks.append(context.request_id)
             raise
 

@@ -18,6 +18,8 @@ How:
     same hash, loads up to there, and has vLLM compute the rest. A model with recurrent state loads
     all or nothing, and one with sliding windows nothing that P may have let go of. A request with
     an answer that another one has loaded already loads nothing: the prefix cache has the prompt.
+    A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
+    alone tell it what to load, and a load of it that fails a check stays one that failed.
 Upstream:
     None.
 Limits:
@@ -78,7 +80,9 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
 
     def amended(found: Any) -> Any:
         keeps_blocks, params = found
-        if request.status.name == "FINISHED_ERROR" and not is_queued:
+        # One that has answered has loaded, and P has heard of it.
+        has_answered = bool(request.num_output_tokens)
+        if request.status.name == "FINISHED_ERROR" and not is_queued and not has_answered:
             loads.forget_failed(request)
         if keeps_blocks and params:
             named = names_images(scheduler)

@@ -42,6 +42,7 @@ from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.prompt_hashes import lacks_images
 from kvpatch.load.read_request import HOLD
 from kvpatch.load.reader import CheckMakers, Reader
 from kvpatch.load.registration import registration_step
@@ -171,14 +172,18 @@ def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
 
 
 def compute_again(core: Any, output: Any) -> None:
-    """Makes vLLM's scheduler compute the requests that are named among invalid blocks."""
+    """Makes vLLM's scheduler compute the requests that are named among invalid blocks.
+
+    One that lacks P's images stays a failed load: what it computes would be of no image.
+    """
     invalid = output.invalid_block_ids
     if not invalid:
         return
     names = {one for one in invalid if isinstance(one, str)}
     for name in names:
         request = core.requests.get(name)
-        if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
+        is_waiting = request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS"
+        if is_waiting and not lacks_images(request):
             request.num_computed_tokens = 0
             core.failed_recving_kv_req_ids.add(name)
     # Of several cache groups a request's blocks may be reported steps behind its name.

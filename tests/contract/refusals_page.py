@@ -68,8 +68,8 @@ MOMENTS = (
     ),
     Moment(
         "When a request is read",
-        ("ReadRefused", "UnlikePrompts", "PoolExhausted", "UnexpectedRead", "UnpairableBlocks",
-         "NothingToRead"),
+        ("ReadRefused", "UnlikePrompts", "AnswerGone", "PoolExhausted", "UnexpectedRead",
+         "UnpairableBlocks", "NothingToRead"),
         "The request fails by `kv_load_failure_policy`; `<= 0.11.0` it waits until its client "
         "gives up. Other requests go on.",
         "report it with this line, and with what stands between P and D",

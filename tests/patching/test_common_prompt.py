@@ -62,6 +62,21 @@ def test_the_second_waits_where_it_will_find_the_prompt(
     assert not loads.must_wait(second)
 
 
+@pytest.mark.parametrize(("caches", "loads_too"), [(False, True), (True, False)])
+def test_a_second_one_without_images_loads_where_no_cache_has_them(
+    caches: bool,  # noqa: FBT001
+    loads_too: bool,  # noqa: FBT001
+) -> None:
+    """It cannot compute the prompt, and stock reads for each of several answers (``n``)."""
+    loads, scheduler = PromptLoads(), _scheduler(caches=caches)
+    first, second = _Request(0), _Request(1)
+    for request in (first, second):
+        request.kv_transfer_params[FIELD] = "1/2/2/AAAAAAAA/AAAAAAAA"
+        vars(request).update(mm_features=[])
+    assert not loads.is_again(scheduler, first)
+    assert loads.is_again(scheduler, second) != loads_too
+
+
 def test_a_retry_loads_what_the_first_could_not() -> None:
     """A failed transfer is answered HTTP 500, and P keeps the blocks: so does stock load them."""
     loads, scheduler = PromptLoads(), _scheduler()
@@ -185,7 +200,7 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
     stated = str(state_prompt(answered, 145, names_images=True))
     request.kv_transfer_params |= {"remote_num_tokens": 145, FIELD: stated}
     scheduler = _scheduler("0.33.0")
-    scheduler.block_size = 16
+    scheduler.block_size, scheduler._is_hma_required = 16, True
     group = SimpleNamespace(kv_cache_spec=kind(sliding_window=40, block_size=16))
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
     scheduler.vllm_config.parallel_config = SimpleNamespace(

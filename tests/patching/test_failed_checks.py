@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
+from kvpatch.core.errors import (
+    AnswerGone,
+    KvpatchError,
+    ReadRefused,
+    UnlikePrompts,
+    UnpairableBlocks,
+)
+from kvpatch.load.prompt_hashes import FIELD
 from kvpatch.load.reader import Reader
+from kvpatch.observe.book import Book
 from kvpatch.patches import stale_blocks
 from kvpatch.worker.state import worker_state
 
@@ -22,10 +31,25 @@ def connector(*names: str) -> Any:
     return SimpleNamespace(connector_worker=worker)
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(AnswerGone, True), (UnlikePrompts, True), (UnpairableBlocks, True), (ReadRefused, False)],
+)
+def test_what_p_no_longer_holds_is_computed(kind: type[KvpatchError], named: bool) -> None:  # noqa: FBT001
+    """Whatever the policy for failed transfers says; other refusals are left to it."""
+    reader = SimpleNamespace(book=Book(), failed_checks=deque())
+    reader.context = SimpleNamespace(is_refused=False, request_id="a")
+    for _ in range(2):  # it may read from several ranks
+        with pytest.raises(kind), Reader.refusals(reader):
+            raise kind("gone", "send it to P again")
+    assert set(reader.failed_checks) == ({"a"} if named else set())
+
+
 def core(**statuses: Any) -> Any:
     """Fake: a scheduler whose request's blocks are 10 of its own and the null block."""
     found = {
-        name: SimpleNamespace(status=s, num_computed_tokens=64) for name, s in statuses.items()
+        name: SimpleNamespace(status=s, num_computed_tokens=64, kv_transfer_params=None)
+        for name, s in statuses.items()
     }
     tables = {name: ([0, 10 * n], [10 * n + 1]) for n, name in enumerate(found, 1)}
     return SimpleNamespace(
@@ -53,6 +77,19 @@ def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
     assert scheduler.failed_recving_kv_req_ids == {"a"}
     assert scheduler.requests["a"].num_computed_tokens == 0
     assert scheduler.requests["b"].num_computed_tokens == 64
+
+
+def test_who_lacks_ps_images_is_not_computed() -> None:
+    """It stays a load that failed: what D computes of placeholders is another prompt's."""
+    scheduler, found = core(a=WAITING), output({10, 11, "a"})
+    request = scheduler.requests["a"]
+    request.kv_transfer_params, request.mm_features = {FIELD: "1/2/2/AAAAAAAA/AAAAAAAA"}, []
+    stale_blocks.compute_again(scheduler, found)
+    assert found.invalid_block_ids == {10, 11}
+    assert not scheduler.failed_recving_kv_req_ids
+    request.mm_features = [SimpleNamespace(data=None)]
+    stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
+    assert scheduler.failed_recving_kv_req_ids == {"a"}
 
 
 @pytest.mark.parametrize("statuses", [{}, {"a": RUNNING}])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.load.prompt_hashes import FIELD, StatedPrompt, read_prompt, state_prompt
+from kvpatch.load.prompt_hashes import FIELD, StatedPrompt, lacks_images, read_prompt, state_prompt
 
 pytestmark = pytest.mark.patching
 
@@ -17,8 +17,13 @@ _LONG = 32_000
 _LONGEST_TEXT = 700
 
 
-def _image(offset: int, identifier: str) -> Any:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+def _image(offset: int, identifier: str, data: tuple[str, ...] | None = ("pixel_values",)) -> Any:
+    """Fake: data is None where D's front end knows that its engine has it."""
+    return SimpleNamespace(
+        identifier=identifier,
+        mm_position=SimpleNamespace(offset=offset),
+        data=None if data is None else dict.fromkeys(data),
+    )
 
 
 def _request(
@@ -89,6 +94,36 @@ def test_adapters_and_images_are_told_apart() -> None:
         assert found == 32, "up to the hash before the image"
 
 
+_NOISE = _image(40, "noise of this request", ("image_embeds", "image_grid_thw"))
+
+
+@pytest.mark.parametrize("own", [(), (_NOISE,)])
+@pytest.mark.parametrize("adapter", ["", "chosen by the image"])
+def test_a_d_without_images_is_compared_by_its_tokens(own: tuple[Any, ...], adapter: str) -> None:
+    """Some routers send D P's tokens alone: what D would compute there is of no image."""
+    tokens = list(range(100))
+    stated = _request(tokens, adapter=adapter, images=(_image(40, "cat"),))
+    field = str(state_prompt(stated, 100, names_images=True))
+    requests = {
+        100: _request(tokens, images=own),
+        48: _request([*tokens[:50], 7, *tokens[51:]], images=own),
+    }
+    for common, request in requests.items():
+        request.kv_transfer_params = {FIELD: field}
+        assert lacks_images(request)
+        assert _common(stated, request) == common
+
+
+def test_who_has_images_or_needs_none_lacks_none() -> None:
+    tokens, image = list(range(100)), _image(40, "cat")
+    for at_p, at_d in (((image,), (_image(40, "dog", None),)), ((), ()), ((), (_NOISE,))):
+        request = _request(tokens, images=at_d)
+        stated = state_prompt(_request(tokens, images=at_p), 100, names_images=True)
+        request.kv_transfer_params = {FIELD: str(stated)}
+        assert not lacks_images(request)
+    assert not lacks_images(SimpleNamespace(kv_transfer_params=None))
+
+
 @pytest.mark.parametrize("names_images", [True, False])
 def test_what_has_no_name_is_not_compared(names_images: bool) -> None:  # noqa: FBT001
     tokens = list(range(100))
@@ -115,6 +150,8 @@ def test_what_has_no_name_is_not_compared(names_images: bool) -> None:  # noqa: 
         "1/a/a/xx",
         "1/ffffffff/1/AAAAAAAA",
         "1/2/2/AAAAAAA=",
+        "1/2/2/AAAAAAAA/",
+        "1/2/2/AAAAAAAA/AAAA",
         {},
     ],
 )
