@@ -37,7 +37,7 @@ from kvpatch.load.registration import registration_step
 from kvpatch.observe import book as payload
 from kvpatch.observe.catalogue import DESCRIPTION
 from kvpatch.observe.prometheus import Shown
-from kvpatch.transfer.telemetry import Telemetry
+from kvpatch.transfer.own_read import Telemetry
 from kvpatch.worker.engine_steps import Around, amend, around
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import front_end_state, scheduler_state, worker_state

@@ -9,9 +9,8 @@ import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.plane_copies import CopyTile, reach_of
+from kvpatch.geometry.plane_copies import CopyTile, parts_in_tiles, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
-from kvpatch.geometry.token_tiles import parts_in_tiles
 from kvpatch.transfer.one_memory import Bytes
 
 if TYPE_CHECKING:

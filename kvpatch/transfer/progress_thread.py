@@ -20,11 +20,10 @@ from kvpatch.transfer.agent_gate import AgentGate, EngineLock
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.one_memory import streams_of
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import OwnRead, Telemetry
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
-from kvpatch.transfer.telemetry import Telemetry
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +219,9 @@ class ProgressThread:
         while not self._is_ending:
             self._begin_round()
             came = monotonic()
-            self._call_all(came)
+            if came - self._saw_all >= _SURELY_SECONDS:  # those that wait for others too
+                self._saw_all = came
+                self._going = dict(self._reads)
             has_moved = self._move()
             if has_moved and not self._messages:
                 wait = _FIRST_WAIT_SECONDS
@@ -239,13 +240,6 @@ class ProgressThread:
                         self._thread, self.is_running = None, False
                         return
 
-    def _call_all(self, now: float) -> None:
-        """Polls the waiting reads too, every ``_SURELY_SECONDS``."""
-        if now - self._saw_all < _SURELY_SECONDS:
-            return
-        self._saw_all = now
-        self._going = dict(self._reads)
-
     def _move(self) -> bool:
         """Does one thing for each read that can go on; whether there was any."""
         has_moved, is_long = False, len(self._going) > _MANY
@@ -253,7 +247,14 @@ class ProgressThread:
             if is_long and monotonic() - self._rested > _LONGEST_WORK_SECONDS:
                 sleep(_STEP_ASIDE_SECONDS)  # who waits for the interpreter's lock gets it
                 self._rested = monotonic()
-            with self._work.alone(), self._free_for(read) as is_free:
+            # No memory is registered beside a handshake. Nor is a handshake waited for: a step that
+            # gives a read up would wait too.
+            free = (
+                self._gate.without_handshakes()
+                if read.may_register
+                else nullcontext(enter_result=True)
+            )
+            with self._work.alone(), free as is_free:
                 if not is_free:
                     continue
                 has_moved |= read.advance()
@@ -267,13 +268,6 @@ class ProgressThread:
                 self._going[id(called)] = called
                 has_moved = True
         return has_moved
-
-    def _free_for(self, read: StagedRead) -> AbstractContextManager[bool]:
-        """Yields True if a read may go on: no memory is registered beside a handshake."""
-        # Nor is a handshake waited for: a step that gives a read up would wait too.
-        return (
-            self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
-        )
 
     def _begin_round(self) -> None:
         """Forgets that it was woken before: what for is seen in this round."""

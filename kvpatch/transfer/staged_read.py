@@ -22,11 +22,10 @@ from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
-from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.own_read import Fate, OwnRead, Tally, Telemetry
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose
 from kvpatch.transfer.storageless import AnyCaches
-from kvpatch.transfer.telemetry import Tally, Telemetry
 
 _LOG = logging.getLogger("kvpatch.staging")
 
@@ -126,7 +125,7 @@ class StagedRead(OwnRead):
         self._after = self._caches.mark()
 
     def _begin(self) -> None:
-        """Plans what goes straight to its place, and posts."""
+        """Plans what is posted first."""
         self._stage = _Stage.GOING
         if self._is_failed_by_lease():
             return
@@ -134,7 +133,7 @@ class StagedRead(OwnRead):
             if self.tails is not None:
                 self._copies.append((self._caches.zero(self.tails(), self._after), None))
             self._next_runs()
-            self._next_chunk()
+            self._chunk = next(self._chunks, None)
             if not (self._is_any_left or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
         except self._errors:
@@ -283,9 +282,6 @@ class StagedRead(OwnRead):
     def _next_runs(self) -> None:
         self._runs = next((plan for plan in self._direct if len(plan)), None)
 
-    def _next_chunk(self) -> None:
-        self._chunk = next(self._chunks, None)
-
     def _fail(self) -> None:
         """Books the error that is being handled."""
         _LOG.warning("a read from %s failed", self._ends.agent, exc_info=True)
@@ -316,26 +312,20 @@ class StagedRead(OwnRead):
             return
         if self._waits_for_another:
             return
-        self._end_timing()
-        if self._goes_on and not self._ask():
-            return
-        # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG:
-            self._tell()
-        self.fate.outcome = "DONE" if self._goes_on else "ERR"
-        self.lifetime.end(self._nixl, is_well=self._goes_on)
-
-    def _end_timing(self) -> None:
         if self._began is not None and not self._is_timed:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self._is_timed = True
-
-    def _tell(self) -> None:
-        try:
-            if self._notification:  # else the release tells the peer itself
+        if self._goes_on and not self._ask():
+            return
+        # Of wrong bytes too: the peer need not hold what nobody will read again.
+        is_told = self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG
+        if is_told and self._notification:  # else the release tells the peer itself
+            try:
                 self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
-        except self._errors:
-            self._fail()
+            except self._errors:
+                self._fail()
+        self.fate.outcome = "DONE" if self._goes_on else "ERR"
+        self.lifetime.end(self._nixl, is_well=self._goes_on)
 
     @property
     def _goes_on(self) -> bool:
@@ -351,11 +341,10 @@ class StagedRead(OwnRead):
     def _may_begin(self) -> bool:
         """True if no check that is due before the start keeps it waiting, or fails it."""
         try:
-            may_begin = self.lifetime.may_begin(self._nixl)
+            return self.lifetime.may_begin(self._nixl) and not self._is_failed_by_check()
         except self._errors:
             self._fail()
             return False
-        return may_begin and not self._is_failed_by_check()
 
     def _ask(self) -> bool:
         """Asks the checks that are left; True once all have answered."""
@@ -383,7 +372,11 @@ class StagedRead(OwnRead):
             if state == "DONE":
                 self._landed_at = time.monotonic()
                 landed.append(flight)
-                self._let_go(flight.handle)
+                self._tally.count(flight.handle)
+                try:
+                    self._nixl.release_xfer_handle(flight.handle)
+                except errors_of(self._nixl):
+                    _LOG.warning("a transfer that is done could not be released", exc_info=True)
             else:
                 self._lose(flight, state)
         if landed or self._is_any_left:
@@ -391,14 +384,6 @@ class StagedRead(OwnRead):
         for flight in landed:
             self._place(flight)
         return bool(landed)
-
-    def _let_go(self, handle: Any) -> None:
-        """Counts a transfer that is done, and releases it."""
-        self._tally.count(handle)
-        try:
-            self._nixl.release_xfer_handle(handle)
-        except errors_of(self._nixl):
-            _LOG.warning("a transfer that is done could not be released", exc_info=True)
 
     def _lose(self, flight: _Flight, state: str) -> None:
         """Books a transfer that failed. NIXL's word for that is no word about its parts.
@@ -426,17 +411,13 @@ class StagedRead(OwnRead):
             is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
         except self._errors:
             self._fail()
-            self._settle()
+            try:
+                self._caches.settle()  # some copies of the placement may be under way
+            except self._errors:  # of a device that has failed, and copies nothing any more
+                _LOG.debug("copies could not be waited for", exc_info=True)
             self._pool.give(flight.space)
         else:
             self._copies.append((is_placed, flight.space))
-
-    def _settle(self) -> None:
-        """Waits for copies that were asked for, some of a placement perhaps."""
-        try:
-            self._caches.settle()
-        except self._errors:  # of a device that has failed, and copies nothing any more
-            _LOG.debug("copies could not be waited for", exc_info=True)
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; True if there was any."""
@@ -453,19 +434,16 @@ class StagedRead(OwnRead):
         return len(self._copies) < before
 
     def _post_more(self) -> bool:
+        """Posts one transfer, if there is room for it; whether there was."""
         if not self._is_any_left:
             return False
         try:
-            return self._post()
+            has_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
+            if has_posted and self._chunk is None:
+                self._leave()
         except self._errors:
             self._fail()
             return False
-
-    def _post(self) -> bool:
-        """Posts one transfer, if there is room for it; whether there was."""
-        has_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
-        if has_posted and self._chunk is None:
-            self._leave()
         return has_posted
 
     def _post_runs(self, runs: Plan) -> bool:
@@ -520,7 +498,7 @@ class StagedRead(OwnRead):
             self._pool.give(space)
             raise
         self._launch(handle, chunk, space)
-        self._next_chunk()
+        self._chunk = next(self._chunks, None)
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:

@@ -16,8 +16,8 @@ import torch
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.kvcached.pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.load import mapped_pages as kvcached_pages
+from kvpatch.load.mapped_pages import Driver, driver, filler_of
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.transfer.backing import Driver, driver, filler_of
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import (
@@ -255,7 +255,7 @@ class TestDriver:
         build = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
         subprocess.run(build, check=True)
         asked = (
-            "import ctypes, sys; from kvpatch.transfer.backing import driver\n"
+            "import ctypes, sys; from kvpatch.load.mapped_pages import driver\n"
             "assert driver() is None\n"
             "fake = ctypes.CDLL(sys.argv[1]); found = driver()\n"
             "print(found.allocation_at(0x1f0_0020_0000), found.allocation_at(4096),\n"
