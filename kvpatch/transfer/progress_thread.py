@@ -247,14 +247,7 @@ class ProgressThread:
             if is_long and monotonic() - self._rested > _LONGEST_WORK_SECONDS:
                 sleep(_STEP_ASIDE_SECONDS)  # who waits for the interpreter's lock gets it
                 self._rested = monotonic()
-            # No memory is registered beside a handshake. Nor is a handshake waited for: a step that
-            # gives a read up would wait too.
-            free = (
-                self._gate.without_handshakes()
-                if read.may_register
-                else nullcontext(enter_result=True)
-            )
-            with self._work.alone(), free as is_free:
+            with self._work.alone(), self._free_for(read) as is_free:
                 if not is_free:
                     continue
                 has_moved |= read.advance()
@@ -268,6 +261,13 @@ class ProgressThread:
                 self._going[id(called)] = called
                 has_moved = True
         return has_moved
+
+    def _free_for(self, read: StagedRead) -> AbstractContextManager[bool]:
+        """Yields True if a read may go on: no memory is registered beside a handshake."""
+        # Nor is a handshake waited for: a step that gives a read up would wait too.
+        return (
+            self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
+        )
 
     def _begin_round(self) -> None:
         """Forgets that it was woken before: what for is seen in this round."""
