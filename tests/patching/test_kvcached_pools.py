@@ -184,7 +184,7 @@ class TestPages:
             page = (address - base) // 256
             return 1000 + page if page in mapped else _FILLER
 
-        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: Driver(allocation_at, 64))
+        monkeypatch.setattr(kvcached_pages, "driver", lambda: Driver(allocation_at, 64))
         return kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
 
     def _refuse(self, pages, blocks, group=_ATTENTION):
@@ -214,7 +214,7 @@ class TestPages:
         self._refuse(self._pages(monkeypatch, {2, 10}), [0, 2])
 
     def test_without_a_driver_nothing_is_looked_for(self, monkeypatch):
-        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: None)
+        monkeypatch.setattr(kvcached_pages, "driver", lambda: None)
         tensors = _halves(layers=1)
 
         pages = kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
