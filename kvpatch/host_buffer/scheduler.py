@@ -162,7 +162,8 @@ class HostBufferScheduler:
         One that never fits loses its parameters: it is then a prompt like any other, its
         answer says why, and D, which is told of nothing to read, computes it as well.
         """
-        blocks = self._needed(request)
+        tokens = self._tokens(request)
+        blocks = sum(group.needed(tokens) for group in self._groups)
         self._is_used = True
         try:
             return self.table.reserve(request.request_id, blocks)
@@ -179,10 +180,6 @@ class HostBufferScheduler:
             self._refusals[request.request_id] = why
             request.kv_transfer_params = None
             return True
-
-    def _needed(self, request: Any) -> int:
-        tokens = self._tokens(request)
-        return sum(group.needed(tokens) for group in self._groups)
 
     def _tokens(self, request: Any) -> int:
         """Counts the tokens that the request has blocks for, drafted ones included."""
@@ -254,11 +251,7 @@ class HostBufferScheduler:
     # -- the end -------------------------------------------------------------
 
     def _publish(self, request: Any, params: dict[str, Any]) -> None:
-        """Gives D the host blocks of a finished request's blocks in place of the blocks.
-
-        Raises:
-            NotSaved: one of them was not saved.
-        """
+        """Gives D host blocks for a finished request's blocks; raises NotSaved if one has none."""
         blocks = params.get("remote_block_ids")
         if not blocks or not any(groups(blocks)):
             return
