@@ -125,12 +125,13 @@ class Tally:
 
     def count(self, handle: Any) -> None:
         """Counts a transfer that is done and not yet released."""
+        if self._uncounted is not None or self._is_silent:
+            return
         try:
-            if self._uncounted is None and not self._is_silent:
-                found = self._nixl.get_xfer_telemetry(handle)
-                self._is_silent = found is None
-                if found is not None:
-                    self.total.add(found)
+            found = self._nixl.get_xfer_telemetry(handle)
+            self._is_silent = found is None
+            if found is not None:
+                self.total.add(found)
         except self._errors as error:
             self._uncounted = error
 
@@ -168,11 +169,7 @@ class JoinedRead(OwnRead):
         self._has_failed = self._is_told = self._is_released = False
 
     def start(self) -> str:
-        """Starts all of them.
-
-        Raises:
-            Exception: NIXL's, where nothing is on its way yet; all have been let go of.
-        """
+        """Starts all of them; raises NIXL's error, and lets go of all, if the first cannot be."""
         for read in self._reads:
             try:
                 read.start()
@@ -187,7 +184,6 @@ class JoinedRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
-        """``DONE``, ``PROC`` or ``ERR``; one that has ended stays as it is."""
         states = [read.state() for read in self._started]
         if "PROC" in states:
             return "PROC"
@@ -212,11 +208,7 @@ class JoinedRead(OwnRead):
         return sum_of(read.telemetry() for read in self._reads)
 
     def release(self) -> None:
-        """Lets go of all of them; a second time does nothing.
-
-        Raises:
-            Exception: NIXL's, where one cannot be cancelled; the others have been let go of.
-        """
+        """Lets go of all of them, whichever cannot be cancelled."""
         if self._is_released:
             return
         self._is_released = True

@@ -50,10 +50,9 @@ _STOP_SECONDS = 10.0
 
 
 def can_read_beside(device: torch.device, caches: object = None) -> bool:
-    """True if another thread than the engine's can place what was read.
+    """True if another thread than the engine's can place what was read on a device.
 
     Args:
-        device: that it is placed on.
         caches: what places it, where torch does not.
     """
     if isinstance(caches, StoragelessCaches) or device.type not in _DEVICES:
@@ -322,7 +321,7 @@ class BackgroundRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
-        """Returns the read's state; moves the read on here where no progress thread runs."""
+        """Moves the read on here where no progress thread runs."""
         outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
@@ -330,7 +329,7 @@ class BackgroundRead(OwnRead):
         return outcome
 
     def void(self) -> bool:
-        """Voids the staged read; the progress thread places nothing after this returns."""
+        """Voids the read; the progress thread places nothing after this or :meth:`release`."""
         with self._thread.paused():
             return self._read.void()
 
@@ -338,7 +337,6 @@ class BackgroundRead(OwnRead):
         return self._read.telemetry()
 
     def release(self) -> None:
-        """Releases the staged read; the progress thread places nothing after this returns."""
         if self._read.holds_nothing:
             return
         with self._thread.paused():

@@ -173,11 +173,7 @@ class StagedRead(OwnRead):
         return self.outcome
 
     def advance(self) -> bool:
-        """Does what can be done now, with one post at most.
-
-        Returns:
-            Whether something has landed, or was placed or posted.
-        """
+        """Does what can be done now, with one post at most; False if there was nothing."""
         if self.outcome != "PROC":
             return False
         if self._stage is _Stage.NEW:
@@ -195,25 +191,13 @@ class StagedRead(OwnRead):
         return has_landed or has_placed or has_posted
 
     def void(self) -> bool:
-        """Ends it as soon as what is on the wire has landed, without placing any of it.
-
-        For a request that was given up, whose blocks may belong to another one by now. The
-        peer is told; but what was not placed is never ``DONE``.
-
-        Returns:
-            False where it is done already.
-        """
+        """Ends it as soon as what is on the wire has landed, without placing any of it."""
         if self.outcome == "DONE":
             return False
         self._give_up()
         return True
 
     def telemetry(self) -> Telemetry | None:
-        """The sums over all transfers so far.
-
-        Raises:
-            Exception: NIXL's, where it does not count.
-        """
         return self._tally.telemetry()
 
     def release(self) -> None:
@@ -221,9 +205,6 @@ class StagedRead(OwnRead):
 
         What is still on the wire to the pool keeps its space until it is over. What goes
         straight to its place is cancelled, as a release's own transfers are.
-
-        Raises:
-            Exception: NIXL's, where that cannot be cancelled.
         """
         self._give_up()
         self._give_back()
@@ -276,7 +257,6 @@ class StagedRead(OwnRead):
 
     @property
     def _is_any_left(self) -> bool:
-        """True if anything is still to be posted."""
         return self._runs is not None or self._chunk is not None
 
     def _next_runs(self) -> None:
@@ -386,11 +366,9 @@ class StagedRead(OwnRead):
         return bool(landed)
 
     def _lose(self, flight: _Flight, state: str) -> None:
-        """Books a transfer that failed. NIXL's word for that is no word about its parts.
+        """Books a transfer of which a part has failed: NIXL stops no other, so that some may land.
 
-        It says so when one of them has failed, looks at none of the others again, and can
-        stop none: what is on its way may still land. What goes straight to its place is
-        the release's to judge, as its own transfers are.
+        What goes straight to its place is the release's to judge, as its own transfers are.
         """
         if self._stage is not _Stage.FAILED:
             _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
@@ -486,13 +464,9 @@ class StagedRead(OwnRead):
         if space is None:
             return False
         try:
-            landing = self._pool.memory(space).data_ptr()
+            places = self._pool.memory(space).data_ptr() + chunk.staging_offset
             handle = prepare_read(
-                self._nixl,
-                self._ends,
-                chunk.remote_address,
-                landing + chunk.staging_offset,
-                chunk.length,
+                self._nixl, self._ends, chunk.remote_address, places, chunk.length
             )
         except self._errors:
             self._pool.give(space)

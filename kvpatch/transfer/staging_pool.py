@@ -49,16 +49,17 @@ class Room:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._free = [Space(0, size_bytes)]
-        #: Bytes that are not free.
-        self.taken_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.size_bytes - sum(space.size_bytes for space in self._free)
 
     def take(self, size_bytes: int) -> Space | None:
         """The lowest free space of that size; None where there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size_bytes:
                 rest = Space(start + size_bytes, end)
-                self._free[index : index + 1] = [rest] if rest.end > rest.start else []
-                self.taken_bytes += size_bytes
+                self._free[index : index + 1] = [rest] if rest.size_bytes else []
                 return Space(start, start + size_bytes)
         return None
 
@@ -79,7 +80,6 @@ class Room:
             else:
                 joined.append(Space(start, end))
         self._free = joined
-        self.taken_bytes -= space.size_bytes
 
 
 class _Lost(NamedTuple):
@@ -144,10 +144,10 @@ class StagingPool:
         self._buffer: torch.Tensor | None = None
         self._numbers = count()
         self._queues: dict[str, deque[Turn]] = {}
-        self._held: dict[str, int] = {}
         #: The first peer that asked, and whether any other one ever has.
         self._first_peer = ""
         self._has_others = False
+        #: The peer that holds each space.
         self._owner: dict[Space, str] = {}
         self._lost: deque[_Lost] = deque()
         #: Readers that have become the first of their peer, if somebody takes them out.
@@ -210,7 +210,6 @@ class StagingPool:
             return None
         self._end_wait(turn)
         turn.has_taken = True
-        self._held[peer] = self._held.get(peer, 0) + size_bytes
         self._owner[space] = peer
         return space
 
@@ -237,7 +236,7 @@ class StagingPool:
         if self._first(turn.peer) is not turn:
             return False
         # Who holds some, or has lost some, may have to wait for its own.
-        busy = {*self._held, *(one.failed_peer for one in self._lost)}
+        busy = {*self._owner.values(), *(one.failed_peer for one in self._lost)}
         idle = (self._first(peer) for peer in tuple(self._queues) if peer not in busy)
         return all(first is None or first.number >= turn.number for first in idle)
 
@@ -252,7 +251,7 @@ class StagingPool:
             failed = sum(one.space.size_bytes for one in self._lost if one.failed_peer == peer)
         if failed and self.size_bytes < 2 * (failed + size_bytes):
             raise self._exhausted(size_bytes)
-        held = self._held.get(peer, 0) + failed
+        held = failed + sum(space.size_bytes for space, one in self._owner.items() if one == peer)
         left = self.size_bytes - self.taken_bytes - size_bytes
         return not held or left >= held + size_bytes
 
@@ -320,25 +319,15 @@ class StagingPool:
         self._first(turn.peer)
 
     def give(self, space: Space) -> None:
-        self._disown(space)
+        self._owner.pop(space, None)
         self._room.give(space)
-
-    def _disown(self, space: Space) -> None:
-        peer = self._owner.pop(space, None)
-        if peer is None:
-            return
-        self._held[peer] -= space.size_bytes
-        if not self._held[peer]:
-            del self._held[peer]
 
     def lose(self, space: Space, is_over: Callable[[], bool], *, has_failed: bool = False) -> None:
         """Leaves a space taken until the transfer that may still write to it is over.
 
         Other reads of the same peer do not wait for one that has failed.
         """
-        failed_peer = self._owner.get(space) if has_failed else None
-        if has_failed:
-            self._disown(space)
+        failed_peer = self._owner.pop(space, None) if has_failed else None
         self._lost.append(_Lost(space, is_over, failed_peer))
 
     def memory(self, space: Space) -> torch.Tensor:
