@@ -145,7 +145,6 @@ class HostBufferScheduler:
         self._core = ref(core)
 
     def tell(self) -> None:
-        """Tells what has changed of its host blocks."""
         table = self._table
         if table is None:
             return
@@ -256,17 +255,13 @@ class HostBufferScheduler:
         if not blocks or not any(groups(blocks)):
             return
         tokens = self._tokens(request)
-        host_blocks = [
-            self._host_blocks_of(request.request_id, group.asked_for(found, tokens))
-            for group, found in zip(self._groups, groups(blocks), strict=True)
-        ]
-        grouped = are_grouped(blocks)
-        params["remote_block_ids"] = type(blocks)(host_blocks) if grouped else host_blocks[0]
-
-    def _host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
-        found = iter(self.table.host_blocks_of(request_id, [block for block in blocks if block]))
-        # A window's list begins with null blocks.
-        return [next(found) + NULL_BLOCKS if block else 0 for block in blocks]
+        named = []
+        for group, found in zip(self._groups, groups(blocks), strict=True):
+            asked = group.asked_for(found, tokens)
+            own = iter(self.table.host_blocks_of(request.request_id, [b for b in asked if b]))
+            # A window's list begins with null blocks.
+            named.append([next(own) + NULL_BLOCKS if block else 0 for block in asked])
+        params["remote_block_ids"] = type(blocks)(named) if are_grouped(blocks) else named[0]
 
     def finished(
         self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
