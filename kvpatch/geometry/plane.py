@@ -6,10 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.tensor_facts import Memory, axes_nest, extent_bytes
@@ -160,33 +157,6 @@ class Plane:
     def span(self) -> tuple[int, int]:
         """The lowest address that the plane touches, and the one past its highest."""
         return self.address, self.address + extent_bytes(self.axes, self.item_bytes)
-
-    def as_array(self, buffer: Any, buffer_address: int) -> npt.NDArray[np.uint8]:
-        """The plane's bytes as a view [block, head, token, channel, byte of the item].
-
-        Of a tiled plane it is a copy.
-
-        Args:
-            buffer: anything with the buffer protocol; the view is writable when it is.
-            buffer_address: the address that the buffer's first byte stands for.
-
-        Raises:
-            UnreadableGeometry: the plane reaches outside the buffer.
-        """
-        raw = np.frombuffer(buffer, dtype=np.uint8)
-        start, end = self.span()
-        if start < buffer_address or end > buffer_address + raw.size:
-            raise UnreadableGeometry(
-                f"{self}: expected it inside {raw.size} bytes at {buffer_address:#x}, "
-                f"found it at {start:#x} to {end:#x}"
-            )
-        sizes, strides = zip(*self.axes, strict=True)
-        view = np.lib.stride_tricks.as_strided(
-            raw[start - buffer_address :],
-            shape=(*sizes, self.item_bytes),
-            strides=(*strides, 1),
-        )
-        return view.reshape(*self.counts, self.item_bytes)
 
 
 HeadName = tuple[str, Content, int]

@@ -153,18 +153,6 @@ class Segments:
         whole = np.full_like(self.tokens, block_tokens)
         return Segments(self.remote_block, begins, self.local_block, begins, whole)
 
-    def as_array(self) -> Int64Array:
-        return np.stack(
-            (
-                self.remote_block,
-                self.remote_offset,
-                self.local_block,
-                self.local_offset,
-                self.tokens,
-            ),
-            axis=1,
-        )
-
 
 def _in_parts(kinds: Sequence[SegmentKind]) -> tuple[SegmentKind, ...]:
     """Kinds that lie evenly apart in the same blocks of one side, as one."""

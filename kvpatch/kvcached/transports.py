@@ -105,10 +105,10 @@ def note_transport(kv_caches: Mapping[str, Any]) -> None:
 
 def has_cuda_ipc(transports: str | None) -> bool:
     """True if ``UCX_TLS`` leaves the transport between GPUs of one machine in."""
-    names = {name for name in (transports or "").removeprefix("^").split(",") if name}
-    if not names or "all" in names:
+    names = _names((transports or "").removeprefix("^"))
+    if not names or _ALL in names:
         return True
-    is_named = not names.isdisjoint(_OVER_NVLINK)
+    is_named = not _OVER_NVLINK.isdisjoint(names)
     return not is_named if (transports or "").startswith("^") else is_named
 
 
