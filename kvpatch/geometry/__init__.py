@@ -12,8 +12,7 @@ The parts, in the order in which a read uses them:
 ``planes_of_tensors``   the planes of a tensor
 ``cross_layer_blocks``  blocks that hold all layers, and the order of these
 ``segments``            which tokens of which blocks, on both sides
-``plane_copies``        strided copies between two planes, and whether segments stay inside
-``token_tiles``         segments by the tiles that a side's tokens lie in
+``plane_copies``        strided copies between two planes, and the segments of tiled ones
 ``overlap``             the copies out of one remote region, and which way it is read faster
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements

@@ -188,9 +188,8 @@ def places_of(groups: Sequence[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
 
 def in_order(layers: Iterable[str]) -> list[str]:
     """Layers by the numbers in their names, so that both ends have one order of them."""
-    return sorted(layers, key=_numbers)
 
+    def numbers(name: str) -> list[tuple[int, str]]:
+        return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name)]
 
-def _numbers(name: str) -> tuple[tuple[int, str], ...]:
-    parts = re.split(r"(\d+)", name)
-    return tuple((int(p), "") if p.isdigit() else (-1, p) for p in parts)
+    return sorted(layers, key=numbers)

@@ -19,6 +19,20 @@ _KINDS = {
     frozenset({"block", "state"}): "opaque state of a block (Mamba)",
 }
 
+#: Sizes that backends accept, in the order in which a backend takes them: blocks of a multiple of
+#: 64 tokens, heads of a multiple of 128 channels.
+_PROBE = {"blocks": 1024, "block_tokens": 192, "heads": 14, "channels": 256}
+_STEP = {"blocks": 8, "block_tokens": 192, "heads": 2, "channels": 128}
+
+_DEPENDENCE = {
+    ("blocks", 1): "block",
+    ("block_tokens", 1): "token",
+    ("heads", 1): "head",
+    ("heads", 2): "packed_head",
+    ("channels", 1): "channel",
+    ("channels", 2): "packed",
+}
+
 
 class KeyOrder(Enum):
     """The order of the keys of one block and head; values are [token, channel] but for tiles."""
@@ -95,74 +109,49 @@ class DimensionOrder:
             UnreadableGeometry: a dimension mixes sizes, or depends on them in a way that
                 no order here does.
         """
-        names, value_channels = _probe(shape_function, options)
-        return cls(names, value_channels=value_channels)
 
+        def shape_of(sizes: dict[str, int]) -> tuple[int, ...]:
+            return tuple(int(extent) for extent in shape_function(*sizes.values(), **options))
 
-_PROBE = {"blocks": 1024, "block_tokens": 192, "heads": 14, "channels": 256}
-"""Sizes that backends accept: blocks of a multiple of 64 tokens, heads of a multiple of 128.
-
-In the order in which a backend takes them.
-"""
-_STEP = {"blocks": 8, "block_tokens": 192, "heads": 2, "channels": 128}
-
-_DEPENDENCE = {
-    ("blocks", 1): "block",
-    ("block_tokens", 1): "token",
-    ("heads", 1): "head",
-    ("heads", 2): "packed_head",
-    ("channels", 1): "channel",
-    ("channels", 2): "packed",
-}
-
-
-def _probe(
-    shape_function: Callable[..., Any], options: dict[str, Any]
-) -> tuple[tuple[str, ...], int | None]:
-    """Names of the dimensions, and the width of the values where it is fixed."""
-
-    def shape_of(sizes: dict[str, int]) -> tuple[int, ...]:
-        return tuple(int(extent) for extent in shape_function(*sizes.values(), **options))
-
-    sizes = dict(_PROBE)
-    varied = set(_STEP)
-    try:
-        base = shape_of(sizes)
-    except AssertionError:  # how MLA backends say that they have one head
-        sizes["heads"] = 1
-        varied.discard("heads")
-        base = shape_of(sizes)
-    changes: list[dict[str, int]] = [{} for _ in base]
-    for size in sorted(varied):
-        shape = shape_of({**sizes, size: sizes[size] + _STEP[size]})
-        if len(shape) != len(base):
+        sizes = dict(_PROBE)
+        varied = set(_STEP)
+        try:
+            base = shape_of(sizes)
+        except AssertionError:  # how MLA backends say that they have one head
+            sizes["heads"] = 1
+            varied.discard("heads")
+            base = shape_of(sizes)
+        changes: list[dict[str, int]] = [{} for _ in base]
+        for size in sorted(varied):
+            shape = shape_of({**sizes, size: sizes[size] + _STEP[size]})
+            if len(shape) != len(base):
+                raise UnreadableGeometry(
+                    f"unknown dimension order: the shape {base} becomes {shape} with another {size}"
+                )
+            for found, before, after in zip(changes, base, shape, strict=True):
+                if after != before:
+                    found[size] = after - before
+        names: list[str] = []
+        value_channels: int | None = None
+        for position, (extent, change) in enumerate(zip(base, changes, strict=True)):
+            name = _name(extent, change, position == len(base) - 1, "heads" in varied)
+            if name is None:
+                raise UnreadableGeometry(
+                    f"unknown dimension order: dimension {position} of shape {base} changes by "
+                    f"{change} when {_STEP} are added one at a time to {sizes}"
+                )
+            names.append(name)
+        if names and names[-1] == "channel" and "kv" not in names and "head" in names:
+            fixed = base[-1] - sizes["channels"] if "channels" in changes[-1] else 0
+            if fixed > 0:
+                names[-1], value_channels = "packed", fixed
+        if "packed_head" in names and names.index("packed_head") < names.index("token"):
             raise UnreadableGeometry(
-                f"unknown dimension order: the shape {base} becomes {shape} with another {size}"
+                f"unknown dimension order {tuple(names)}: expected a doubled head dimension only "
+                "behind the tokens, where keys and values alternate (TPU); NVFP4 caches are not "
+                "supported, use another --kv-cache-dtype"
             )
-        for found, before, after in zip(changes, base, shape, strict=True):
-            if after != before:
-                found[size] = after - before
-    names: list[str] = []
-    value_channels: int | None = None
-    for position, (extent, change) in enumerate(zip(base, changes, strict=True)):
-        name = _name(extent, change, position == len(base) - 1, "heads" in varied)
-        if name is None:
-            raise UnreadableGeometry(
-                f"unknown dimension order: dimension {position} of shape {base} changes by "
-                f"{change} when {_STEP} are added one at a time to {sizes}"
-            )
-        names.append(name)
-    if names and names[-1] == "channel" and "kv" not in names and "head" in names:
-        fixed = base[-1] - sizes["channels"] if "channels" in changes[-1] else 0
-        if fixed > 0:
-            names[-1], value_channels = "packed", fixed
-    if "packed_head" in names and names.index("packed_head") < names.index("token"):
-        raise UnreadableGeometry(
-            f"unknown dimension order {tuple(names)}: expected a doubled head dimension only "
-            "behind the tokens, where keys and values alternate (TPU); NVFP4 caches are not "
-            "supported, use another --kv-cache-dtype"
-        )
-    return tuple(names), value_channels
+        return cls(tuple(names), value_channels=value_channels)
 
 
 def _name(extent: int, change: dict[str, int], is_last: bool, heads_varied: bool) -> str | None:

@@ -55,13 +55,10 @@ LAYER_BY_LAYER = ("HND", "NHD", "LBHNC", "LBNHC")
 
 InnerLayout = Literal["HND", "NHD"]
 
-#: Of a tile of keys, or channels of one of values: a row of AMX's has so many words of 4 bytes.
-_TILE_WORDS = 16
-#: Items of a word: channels of a tile of keys, tokens of one of values.
-_WORD_ITEMS = 2
-#: Of an item that AMX takes two of at once.
-TILED_ITEM_BYTES = 2
-#: What a CPU backend's blocks have to be a multiple of for keys in tiles, and heads in channels.
+#: A row of AMX's tiles has so many words, each of two items: of channels for keys, of tokens for
+#: values. A tile has as many tokens of keys, or channels of values, as a row has words.
+_TILE_WORDS, _WORD_ITEMS, TILED_ITEM_BYTES = 16, 2, 2
+#: For tiles, the tokens of a CPU backend's blocks and the channels of its heads are multiples.
 TILED_TOKENS = TILED_CHANNELS = 32
 
 
@@ -133,10 +130,9 @@ def strides_of_order(
     Raises:
         UnreadableGeometry: tiles of other items or blocks than it makes them of.
     """
+    if order is KeyOrder.COLUMN_MAJOR and content is Content.KEY:
+        return item_bytes, tokens * item_bytes, None
     if order is not KeyOrder.TILED:
-        by_column = order is KeyOrder.COLUMN_MAJOR and content is Content.KEY
-        if by_column:
-            return item_bytes, tokens * item_bytes, None
         return channels * item_bytes, item_bytes, None
     if item_bytes != TILED_ITEM_BYTES or tokens % TILED_TOKENS or channels % TILED_CHANNELS:
         raise UnreadableGeometry(

@@ -85,10 +85,9 @@ def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tup
         ours[plane.layer].append(plane)
     found = []
     for region in regions:
-        layer = region[0].layer
-        spans = _staged_spans(region, ours[layer])
+        spans = _staged_spans(region, ours[region[0].layer])
         if spans:
-            found.append(Overlap(layer, spans))
+            found.append(Overlap(region[0].layer, spans))
     return tuple(found)
 
 
@@ -96,7 +95,9 @@ def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[Staged
     """Wanted bytes that lie close together are one span, with what is between them."""
     wanted: list[tuple[int, int, list[Copy]]] = []
     for copy in sorted(copies_between(region, local_planes), key=lambda copy: copy.remote_address):
-        start, end = copy.remote_address, copy.remote_address + _block_extent_bytes(copy)
+        start = copy.remote_address
+        axes = [(axis.size, axis.remote_stride) for axis in copy.strides.inner]
+        end = start + extent_bytes((*copy.remote.token_axes, *axes), copy.strides.item_bytes)
         if wanted and start - wanted[-1][1] < WORTH_A_RUN_BYTES:
             first, last, copies = wanted[-1]
             wanted[-1] = first, max(last, end), [*copies, copy]
@@ -112,12 +113,6 @@ def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[Staged
         )
         for start, end, copies in wanted
     )
-
-
-def _block_extent_bytes(copy: Copy) -> int:
-    """Returns the bytes from a copy's first item in a remote block to the end of its last."""
-    axes = [(axis.size, axis.remote_stride) for axis in copy.strides.inner]
-    return extent_bytes((*copy.remote.token_axes, *axes), copy.strides.item_bytes)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.tensor_facts import Memory, axes_nest, extent_bytes
@@ -93,11 +90,13 @@ class Plane:
     tile: Tile | None = None
 
     def __post_init__(self) -> None:
-        if self.tile is not None:
-            self._check_tile(self.tile)
-        axes = self.axes
+        counts, tile = self.counts, self.tile
+        if tile is not None and (
+            min(tile) < 1 or counts.block_tokens % tile.tokens or counts.channels % tile.channels
+        ):
+            raise UnreadableGeometry(f"{self}: expected a whole number of tiles in a block")
         if (
-            min(self.counts) < 1
+            min(counts) < 1
             or min(self.strides_bytes) < 0
             or self.item_bytes < 1
             or self.address < 0
@@ -106,7 +105,7 @@ class Plane:
             raise UnreadableGeometry(
                 f"{self}: expected counts and item size of 1 or more, and no negative number"
             )
-        if not axes_nest(axes, self.item_bytes):
+        if not axes_nest(self.axes, self.item_bytes):
             raise UnreadableGeometry(
                 f"{self}: expected strides that step over one another, found overlapping ones"
             )
@@ -122,11 +121,6 @@ class Plane:
             f"{self.address:#x} in {self.memory.kind}:{self.memory.device_id}, "
             f"heads from {self.first_head}"
         )
-
-    def _check_tile(self, tile: Tile) -> None:
-        counts = self.counts
-        if min(tile) < 1 or counts.block_tokens % tile.tokens or counts.channels % tile.channels:
-            raise UnreadableGeometry(f"{self}: expected a whole number of tiles in a block")
 
     @property
     def axes(self) -> tuple[tuple[int, int], ...]:
@@ -164,33 +158,6 @@ class Plane:
         """The lowest address that the plane touches, and the one past its highest."""
         return self.address, self.address + extent_bytes(self.axes, self.item_bytes)
 
-    def as_array(self, buffer: Any, buffer_address: int) -> npt.NDArray[np.uint8]:
-        """The plane's bytes as a view [block, head, token, channel, byte of the item].
-
-        Of a tiled plane it is a copy.
-
-        Args:
-            buffer: anything with the buffer protocol; the view is writable when it is.
-            buffer_address: the address that the buffer's first byte stands for.
-
-        Raises:
-            UnreadableGeometry: the plane reaches outside the buffer.
-        """
-        raw = np.frombuffer(buffer, dtype=np.uint8)
-        start, end = self.span()
-        if start < buffer_address or end > buffer_address + raw.size:
-            raise UnreadableGeometry(
-                f"{self}: expected it inside {raw.size} bytes at {buffer_address:#x}, "
-                f"found it at {start:#x} to {end:#x}"
-            )
-        sizes, strides = zip(*self.axes, strict=True)
-        view = np.lib.stride_tricks.as_strided(
-            raw[start - buffer_address :],
-            shape=(*sizes, self.item_bytes),
-            strides=(*strides, 1),
-        )
-        return view.reshape(*self.counts, self.item_bytes)
-
 
 HeadName = tuple[str, Content, int]
 """Layer, content and global number of a head."""
@@ -223,11 +190,12 @@ def planes_of_heads(plane: Plane, heads: Collection[int]) -> list[Plane]:
     if plane.is_whole:
         return []  # its heads cannot be told apart
     runs = (list(run) for _, run in groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]))
-    found = []
-    for run in runs:
-        first = run[0][1]
-        skipped = (first - plane.first_head) * plane.strides_bytes.head
-        counts = plane.counts._replace(heads=len(run))
-        moved = plane.address + skipped
-        found.append(replace(plane, address=moved, counts=counts, first_head=first))
-    return found
+    return [
+        replace(
+            plane,
+            address=plane.address + (run[0][1] - plane.first_head) * plane.strides_bytes.head,
+            counts=plane.counts._replace(heads=len(run)),
+            first_head=run[0][1],
+        )
+        for run in runs
+    ]

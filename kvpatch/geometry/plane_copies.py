@@ -2,6 +2,10 @@
 
 What overlaps is copied; how that copy is strided on both sides, without saying which
 tokens it takes, is a :class:`Copy`. Segments say which; they have to stay inside the planes.
+
+Inside a tile tokens lie in steps of their own. Segments of a tiled copy are therefore cut by tiles:
+whole ones are stepped over as tokens are elsewhere, with the tokens of each as one more axis, and
+what begins or ends inside a tile is a part of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Content, Plane
-from kvpatch.geometry.segments import Segments
+from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.tensor_facts import extent_bytes
 
 
@@ -48,7 +54,7 @@ class CopyStrides(NamedTuple):
 
     ``block`` and ``token`` are stepped by segments; ``inner`` (heads, channels, and keys
     and values where they are copied together) is walked whole. Where there is a ``tile``, ``token``
-    steps from tile to tile, and segments have to be cut (``token_tiles``) before they are used.
+    steps from tile to tile, and segments have to be cut before they are used.
     """
 
     item_bytes: int
@@ -172,16 +178,6 @@ def _axes(remote: Plane, local: Plane, name: Literal["token", "channel"]) -> tup
     return CopyAxis(-(-count // size), *outer), CopyAxis(size, *inner)
 
 
-def moved(copy: Copy, remote_bytes: int, local_bytes: int, strides: CopyStrides) -> Copy:
-    """A copy from and to other places, otherwise strided."""
-    return replace(
-        copy,
-        remote_address=copy.remote_address + remote_bytes,
-        local_address=copy.local_address + local_bytes,
-        strides=strides,
-    )
-
-
 def check_whole(remote: Plane, local: Plane) -> None:
     """Refuses planes of which a block of one is not a block of the other, byte for byte.
 
@@ -293,14 +289,9 @@ def reach_of(segments: Segments) -> tuple[Reach, Reach]:
     Raises:
         UnplannableCopy: a segment has no tokens.
     """
-    if int(segments.tokens.min()) < 1:
-        raise UnplannableCopy(
-            f"expected segments of 1 token or more, found {int(segments.tokens.min())}"
-        )
-    sides = (
-        ("remote", segments.remote_block, segments.remote_offset),
-        ("local", segments.local_block, segments.local_offset),
-    )
+    least_tokens = int(segments.tokens.min())
+    if least_tokens < 1:
+        raise UnplannableCopy(f"expected segments of 1 token or more, found {least_tokens}")
     theirs, ours = (
         Reach(
             side,
@@ -308,9 +299,12 @@ def reach_of(segments: Segments) -> tuple[Reach, Reach]:
             int(block.max()) + 1,
             int((offset + segments.tokens).max()),
             int(offset.max()),
-            int(segments.tokens.min()),
+            least_tokens,
         )
-        for side, block, offset in sides
+        for side, block, offset in (
+            ("remote", segments.remote_block, segments.remote_offset),
+            ("local", segments.local_block, segments.local_offset),
+        )
     )
     return theirs, ours
 
@@ -340,3 +334,105 @@ def local_end(reach: Reach, address: int, strides: CopyStrides) -> int:
     axes = [(size, axis.local_stride) for size, axis in sizes]
     axes += [(axis.size, axis.local_stride) for axis in strides.inner]
     return address + extent_bytes(axes, strides.item_bytes)
+
+
+class TilePart(NamedTuple):
+    """Tokens that begin at one place of their tiles on each side, and as many in each tile.
+
+    Attributes:
+        segments: their offsets and tokens count tiles.
+        remote_first, local_first: the token of a tile that they begin with.
+        tokens: in each tile.
+    """
+
+    segments: Segments
+    remote_first: int
+    local_first: int
+    tokens: int
+
+
+def copies_in_tiles(segments: Segments, copy: Copy) -> Iterator[tuple[Segments, Copy]]:
+    """The same tokens by copies that no side tiles, each of its own segments.
+
+    Segments that are the same for two copies are one object for both.
+    """
+    tile = copy.strides.tile
+    if tile is None:
+        yield segments, copy
+        return
+    for part in parts_in_tiles(segments, tile):
+        inside = CopyAxis(part.tokens, tile.remote_step, tile.local_step)
+        yield (
+            part.segments,
+            replace(
+                copy,
+                remote_address=copy.remote_address + part.remote_first * tile.remote_step,
+                local_address=copy.local_address + part.local_first * tile.local_step,
+                strides=copy.strides._replace(inner=(*copy.strides.inner, inside), tile=None),
+            ),
+        )
+
+
+def parts_in_tiles(segments: Segments, tile: CopyTile) -> tuple[TilePart, ...]:
+    key = tile.tokens, tile.is_remote, tile.is_local
+    found: tuple[TilePart, ...] | None = segments.kept.get(key)
+    if found is None:
+        found = segments.kept[key] = tuple(_parts(segments, tile))
+    return found
+
+
+def _parts(segments: Segments, tile: CopyTile) -> Iterator[TilePart]:
+    size = tile.tokens
+    number, first, tokens, tiles = _pieces(segments, tile)
+    remote = segments.remote_offset[number] + first
+    local = segments.local_offset[number] + first
+    codes = (remote % size * size + local % size) * (size + 1) + tokens
+    for code in np.unique(codes).tolist():
+        rows = codes == code
+        places, in_each = divmod(code, size + 1)
+        remote_first, local_first = divmod(places, size)
+        yield TilePart(
+            Segments(
+                segments.remote_block[number[rows]],
+                remote[rows] // size,
+                segments.local_block[number[rows]],
+                local[rows] // size,
+                tiles[rows],
+            ),
+            remote_first,
+            local_first,
+            in_each,
+        )
+
+
+def _pieces(segments: Segments, tile: CopyTile) -> Iterator[Int64Array]:
+    """Splits segments into the part before the first whole tile, the whole tiles, and the rest.
+
+    Yields of all pieces the number of the segment, the first token in it, tokens in each tile, and
+    tiles.
+    """
+    size, tokens = tile.tokens, segments.tokens
+    offset = segments.local_offset if tile.is_local else segments.remote_offset
+    # Where both sides are tiled, and not in step, no token has its neighbour beside it on both.
+    apart = (segments.remote_offset - segments.local_offset) % size != 0
+    is_askew = apart & (tile.is_remote and tile.is_local)
+    even, askew = np.flatnonzero(~is_askew), np.flatnonzero(is_askew)
+    before = np.minimum(-offset % size, tokens)
+    tiles, behind = np.divmod(tokens - before, size)
+    one = np.ones_like(even)
+    alone = np.repeat(askew, tokens[askew])
+    ahead = np.cumsum(tokens[askew]) - tokens[askew]
+    found = (
+        (even, np.zeros_like(even), before[even], one),
+        (even, before[even], np.full_like(even, size), tiles[even]),
+        (even, (before + tiles * size)[even], behind[even], one),
+        (
+            alone,
+            np.arange(alone.size) - np.repeat(ahead, tokens[askew]),
+            np.ones_like(alone),
+            np.ones_like(alone),
+        ),
+    )
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    kept = (columns[2] > 0) & (columns[3] > 0)
+    return (column[kept] for column in columns)

@@ -153,18 +153,6 @@ class Segments:
         whole = np.full_like(self.tokens, block_tokens)
         return Segments(self.remote_block, begins, self.local_block, begins, whole)
 
-    def as_array(self) -> Int64Array:
-        return np.stack(
-            (
-                self.remote_block,
-                self.remote_offset,
-                self.local_block,
-                self.local_offset,
-                self.tokens,
-            ),
-            axis=1,
-        )
-
 
 def _in_parts(kinds: Sequence[SegmentKind]) -> tuple[SegmentKind, ...]:
     """Kinds that lie evenly apart in the same blocks of one side, as one."""
@@ -230,7 +218,15 @@ def pair_blocks(remote: BlockList, local: BlockList, first_token: int, end_token
                     f"{blocks.block_ids.size} blocks of {blocks.block_tokens} for tokens "
                     f"{blocks.first_token} to {blocks.end_token}"
                 )
-        _check_distinct(local, first_token, end_token)
+        first = (first_token - local.first_token) // local.block_tokens
+        end = -((local.first_token - end_token) // local.block_tokens)
+        written = np.sort(local.block_ids[first:end])
+        repeated = int((written[1:] == written[:-1]).sum())
+        if repeated:
+            raise UnpairableBlocks(
+                f"expected each local block once for tokens {first_token} to {end_token}, found "
+                f"{repeated} of {written.size} repeated"
+            )
     borders = (_borders(blocks, first_token, end_token) for blocks in (remote, local))
     starts, tokens = _cut(first_token, end_token, *borders)
     return Segments(*remote.locate(starts), *local.locate(starts), tokens)
@@ -265,27 +261,10 @@ def kernel_blocks(block_ids: Sequence[int] | Int64Array, parts: int) -> Int64Arr
     return (ids[:, None] * parts + np.arange(parts, dtype=np.int64)).reshape(-1)
 
 
-def _check_distinct(local: BlockList, first_token: int, end_token: int) -> None:
-    first = (first_token - local.first_token) // local.block_tokens
-    end = -((local.first_token - end_token) // local.block_tokens)
-    written = np.sort(local.block_ids[first:end])
-    repeated = int((written[1:] == written[:-1]).sum())
-    if repeated:
-        raise UnpairableBlocks(
-            f"expected each local block once for tokens {first_token} to {end_token}, found "
-            f"{repeated} of {written.size} repeated"
-        )
-
-
 def _borders(blocks: BlockList, first_token: int, end_token: int) -> Int64Array:
     """Positions strictly inside the range where a new block begins."""
-    behind = (first_token - blocks.first_token) // blocks.block_tokens + 1
-    return np.arange(
-        blocks.first_token + behind * blocks.block_tokens,
-        end_token,
-        blocks.block_tokens,
-        dtype=np.int64,
-    )
+    size, into = blocks.block_tokens, (first_token - blocks.first_token) % blocks.block_tokens
+    return np.arange(first_token - into + size, end_token, size, dtype=np.int64)
 
 
 def _cut(first_token: int, end_token: int, *borders: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -9,15 +9,14 @@ to a strided copy in local memory. A chunk is as much of it as fits into the buf
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import Copy, CopyStrides, check_reach, reach_of
+from kvpatch.geometry.plane_copies import Copy, CopyStrides, check_reach, copies_in_tiles, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
-from kvpatch.geometry.token_tiles import copies_in_tiles
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int) -> Iterator[Chunk]:
     for share in shares:
         if not len(share.segments):
             continue
-        blocks = _Blocks.of(share.segments)
+        blocks = _Blocks(share.segments)
         reach = reach_of(share.segments)
         for span in (span for overlap in share.overlaps for span in overlap.spans):
             for copy in span.copies:
@@ -101,76 +100,66 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int) -> Iterator[Chunk]:
         yield _joined(parts)
 
 
-@dataclass(frozen=True)
 class _Blocks:
     """A share's segments by the remote block that they lie in.
 
-    ``first_segment`` has one number more than there are blocks.
+    What is worked out of some blocks is kept: all regions of one shape ask for the same.
     """
 
-    block: Int64Array
-    first_segment: Int64Array
-    segments: Segments
-    known: dict[tuple[int, int], Segments] = field(default_factory=dict)
-    known_runs: dict[tuple[int, ...], Plan] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, segments: Segments) -> _Blocks:
+    def __init__(self, segments: Segments) -> None:
         begins = np.empty(len(segments), dtype=np.bool_)
         begins[0] = True
         # A list may name a block twice in a row: the offsets tell that it starts again.
         np.not_equal(segments.remote_block[1:], segments.remote_block[:-1], out=begins[1:])
         begins[1:] |= segments.remote_offset[1:] <= segments.remote_offset[:-1]
         first = np.flatnonzero(begins)
-        return cls(segments.remote_block[first], np.append(first, len(segments)), segments)
+        self._segments = segments
+        self._block = segments.remote_block[first]
+        #: One number more than there are blocks.
+        self._first_segment = np.append(first, len(segments))
+        self._parts: dict[tuple[int, int], Segments] = {}
+        self._runs: dict[tuple[int, ...], Plan] = {}
 
     @property
     def count(self) -> int:
-        return int(self.block.size)
+        return int(self._block.size)
 
     def part(self, first: int, end: int) -> Segments:
-        """The segments of blocks ``first`` to ``end``, which count from 0 in it.
-
-        One and the same for all regions that ask: what is worked out of it is kept.
-        """
-        if (first, end) not in self.known:
-            self.known[first, end] = self._part(first, end)
-        return self.known[first, end]
+        """The segments of blocks ``first`` to ``end``, which count from 0 in it."""
+        found = self._parts.get((first, end))
+        if found is None:
+            bounds = self._first_segment[first : end + 1]
+            rows = slice(int(bounds[0]), int(bounds[-1]))
+            s = self._segments
+            found = self._parts[first, end] = Segments(
+                np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds)),
+                s.remote_offset[rows],
+                s.local_block[rows],
+                s.local_offset[rows],
+                s.tokens[rows],
+            )
+        return found
 
     def runs(self, first: int, end: int, span: StagedSpan) -> Plan:
-        """Returns the bytes to read of blocks ``first`` to ``end``; kept as :meth:`part` is.
+        """Returns the bytes to read of blocks ``first`` to ``end``.
 
         Addresses count from a region's, and from the blocks' place in the buffer: they are the same
         for all regions of one shape.
         """
         key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
-        if key not in self.known_runs:
-            self.known_runs[key] = self._runs(first, end, span)
-        return self.known_runs[key]
-
-    def _runs(self, first: int, end: int, span: StagedSpan) -> Plan:
-        remote = self.block[first:end] * span.block_stride
-        starts = np.empty(end - first, dtype=np.bool_)
-        starts[0] = True
-        # Blocks in a row are one run where they touch in the buffer too.
-        np.not_equal(remote[:-1] + span.span_bytes, remote[1:], out=starts[1:])
-        starts[1:] |= span.span_bytes != span.staged_bytes
-        begins = np.flatnonzero(starts)
-        blocks = np.diff(begins, append=end - first)
-        return Plan(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
-
-    def _part(self, first: int, end: int) -> Segments:
-        bounds = self.first_segment[first : end + 1]
-        rows = slice(int(bounds[0]), int(bounds[-1]))
-        staged_block = np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds))
-        s = self.segments
-        return Segments(
-            staged_block,
-            s.remote_offset[rows],
-            s.local_block[rows],
-            s.local_offset[rows],
-            s.tokens[rows],
-        )
+        found = self._runs.get(key)
+        if found is None:
+            remote = self._block[first:end] * span.block_stride
+            starts = np.empty(end - first, dtype=np.bool_)
+            starts[0] = True
+            # Blocks in a row are one run where they touch in the buffer too.
+            np.not_equal(remote[:-1] + span.span_bytes, remote[1:], out=starts[1:])
+            starts[1:] |= span.span_bytes != span.staged_bytes
+            begins = np.flatnonzero(starts)
+            blocks = np.diff(begins, append=end - first)
+            found = Plan(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
+            self._runs[key] = found
+        return found
 
 
 def _in_buffer(span: StagedSpan) -> tuple[Copy, ...]:

@@ -1,20 +1,29 @@
-"""Copies of blocks into host blocks by torch: a gather of each row of blocks, then its rows.
+"""The places of a block's bytes in a storage and in its copy in host memory, and the copies.
 
-On a device with streams in one of their own, so that the model goes on meanwhile. Of tensors that
-have a storage; others (TPU, XLA) are copied by ``HostPool`` with ``transfer/storageless.py``.
+A block's bytes in one storage are a few rows: all of them where blocks are outermost; one for keys
+and one for values where those are apart; one a layer, or one a layer and head. The copy has the
+same rows in the same order, and as many of them as there are host blocks: strides inside a block
+stay, and strides across blocks shrink.
+
+torch gathers each row of blocks, on a device with streams in one of their own, so that the model
+goes on meanwhile. Tensors without a storage (TPU, XLA) are copied by ``HostPool`` with
+``transfer/storageless.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.segments import Int64Array
-from kvpatch.host_buffer.host_block_rows import Rows, StorageCopy
+from kvpatch.geometry.tensor_facts import axes_nest, extent_bytes
 from kvpatch.transfer.one_memory import streams_of
 from kvpatch.transfer.plane_bytes import integers_of, uploaded
 
@@ -24,6 +33,183 @@ if TYPE_CHECKING:
 _WIDEST_BYTES = 8
 #: Of the device's memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
+_CURE = "use KVPATCH_HOST_BUFFER=never, where NIXL can register the memory of this device"
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """A layer's tensor in a storage; sizes and strides in elements.
+
+    Attributes:
+        offset_bytes: of the first element, in the storage.
+        block_dimension: counts kernel blocks.
+        parts: kernel blocks in a block.
+    """
+
+    layer: str
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    block_dimension: int
+    parts: int
+
+    @property
+    def step_bytes(self) -> int:
+        return self.strides[self.block_dimension] * self.parts * self.item_bytes
+
+    def outer(self) -> tuple[int, ...]:
+        """Dimensions that step over all blocks, be there only one."""
+        step = self.strides[self.block_dimension]
+        return tuple(
+            dimension
+            for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
+            if dimension != self.block_dimension and size > 1 and stride >= step
+        )
+
+    def row_bytes(self) -> int:
+        """Returns the bytes of one block under one index of the outer dimensions, gaps included."""
+        axes = [
+            (self.parts if dimension == self.block_dimension else size, stride * self.item_bytes)
+            for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
+            if dimension not in self.outer()
+        ]
+        return extent_bytes(axes, self.item_bytes)
+
+    def starts(self) -> dict[tuple[int, ...], int]:
+        """Offset of block 0's row under each index of the outer dimensions."""
+        outer = self.outer()
+        return {
+            index: self.offset_bytes
+            + sum(i * self.strides[d] for i, d in zip(index, outer, strict=True)) * self.item_bytes
+            for index in product(*(range(self.shape[d]) for d in outer))
+        }
+
+    def check(self) -> None:
+        """Refuses a tensor whose blocks are not apart."""
+        axes = [
+            (size, stride * self.item_bytes)
+            for size, stride in zip(self.shape, self.strides, strict=True)
+        ]
+        if min(self.shape) < 1 or min(self.strides) < 0 or not axes_nest(axes, self.item_bytes):
+            raise RegistrationRefused(
+                f"layer {self.layer}: shape {self.shape} and strides {self.strides} overlap or "
+                "are empty, so that no host block can hold a block",
+                _CURE,
+            )
+
+
+class Rows(NamedTuple):
+    """The same run of bytes of every block of a storage, and of every host block of its copy.
+
+    Attributes:
+        start: offset of block 0's, in the storage.
+        step_bytes: from block to block, and from host block to host block.
+        row_bytes: of one.
+        target: offset of host block 0's, in the copy.
+    """
+
+    start: int
+    step_bytes: int
+    row_bytes: int
+    target: int = 0
+
+
+class StorageCopy(NamedTuple):
+    """A storage's bytes, its host blocks' bytes in host memory, and what to copy between them."""
+
+    source: torch.Tensor
+    host: torch.Tensor
+    rows: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class HostStorage:
+    """A storage's copy with host blocks for blocks.
+
+    Attributes:
+        places: of each layer's tensor: (offset in bytes, shape, strides in elements).
+    """
+
+    size_bytes: int
+    rows: tuple[Rows, ...]
+    places: Mapping[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+
+def rows_of(tensors: Sequence[BlockTensor], blocks: int) -> tuple[Rows, ...]:
+    """The distinct rows of a block in one storage, by their place.
+
+    Tensors that lie in each other, or beside each other inside a block, share a row.
+
+    Raises:
+        RegistrationRefused: tensors lie across each other, or overlap themselves.
+    """
+    for tensor in tensors:
+        tensor.check()
+    found = sorted(
+        (start, tensor.step_bytes, tensor.row_bytes(), tensor.layer)
+        for tensor in tensors
+        for start in tensor.starts().values()
+    )
+    merged: list[Rows] = []
+    for start, step, size, layer in found:
+        last = merged[-1] if merged else None
+        if last is None or start >= last.start + (blocks - 1) * last.step_bytes + last.row_bytes:
+            merged.append(Rows(start, step, size))
+            continue
+        both = max(last.row_bytes, start - last.start + size)
+        if step != last.step_bytes or both > step:
+            raise RegistrationRefused(
+                f"layer {layer}: blocks of {size} bytes, {step} apart from offset {start} on, lie "
+                f"across others of {last.row_bytes} bytes, {last.step_bytes} apart from "
+                f"{last.start} on: a host buffer cannot hold some of them alone",
+                _CURE,
+            )
+        merged[-1] = Rows(last.start, step, both)
+    return tuple(merged)
+
+
+def host_storage(tensors: Sequence[BlockTensor], blocks: int, host_blocks: int) -> HostStorage:
+    """The copy of one storage's tensors that has `host_blocks` for `blocks`.
+
+    Raises:
+        RegistrationRefused: they are not laid out in blocks.
+    """
+    alignment = max(tensor.item_bytes for tensor in tensors)
+    rows, end = [], 0
+    for row in rows_of(tensors, blocks):
+        rows.append(row._replace(target=-(-end // alignment) * alignment))
+        end = rows[-1].target + row.step_bytes * host_blocks
+    places = {tensor.layer: _place(tensor, rows, host_blocks) for tensor in tensors}
+    return HostStorage(end, tuple(rows), places)
+
+
+def _place(
+    tensor: BlockTensor, rows: Sequence[Rows], host_blocks: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    begins = [row.start for row in rows]
+    starts = {}
+    for index, start in tensor.starts().items():
+        row = rows[bisect_right(begins, start) - 1]
+        starts[index] = row.target + start - row.start
+    outer = tensor.outer()
+    origin = starts[(0,) * len(outer)]
+    strides = list(tensor.strides)
+    for position, dimension in enumerate(outer):
+        one = tuple(int(other == position) for other in range(len(outer)))
+        strides[dimension] = (starts[one] - origin) // tensor.item_bytes
+    for index, start in starts.items():
+        steps = sum(i * strides[d] for i, d in zip(index, outer, strict=True)) * tensor.item_bytes
+        if origin + steps != start:
+            raise RegistrationRefused(
+                f"layer {tensor.layer}: shape {tensor.shape} and strides {tensor.strides} have "
+                "other tensors between them at uneven distances, so that no tensor of host blocks "
+                "has their form",
+                _CURE,
+            )
+    shape = list(tensor.shape)
+    shape[tensor.block_dimension] = host_blocks * tensor.parts
+    return origin, tuple(shape), tuple(strides)
 
 
 class BlockCopies:

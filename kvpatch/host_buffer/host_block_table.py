@@ -28,9 +28,8 @@ class PublishedGroup:
 
     def needed(self, tokens: int) -> int:
         """Blocks that a request of so many tokens publishes."""
-        count = tokens // self.block_tokens
-        if not self.full_blocks_only and tokens % self.block_tokens:
-            count += 1
+        rounded = tokens if self.full_blocks_only else tokens + self.block_tokens - 1
+        count = rounded // self.block_tokens
         return min(count, self.last_blocks) if self.last_blocks else count
 
     def asked_for(self, blocks: Sequence[int], tokens: int) -> Sequence[int]:
@@ -91,10 +90,11 @@ class HostBlockTable:
     def __init__(self, host_blocks: int) -> None:
         if host_blocks < 1:
             raise ValueError(f"expected a host block or more, found {host_blocks}")
-        self._size = host_blocks
+        self.size = host_blocks
+        #: Host blocks that requests have reserved, filled or not.
+        self.reserved = 0
         self._requests: dict[str, _Request] = {}
         self._queue: OrderedDict[str, int] = OrderedDict()
-        self._reserved = 0
         self._host_block_of: dict[int, int] = {}
         self._block_in: list[int | None] = [None] * host_blocks
         self._holders: list[set[str]] = [set() for _ in range(host_blocks)]
@@ -102,18 +102,9 @@ class HostBlockTable:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(host_blocks))
 
     @property
-    def size(self) -> int:
-        return self._size
-
-    @property
     def free(self) -> int:
         """Host blocks that nobody has reserved."""
-        return self._size - self._reserved
-
-    @property
-    def reserved(self) -> int:
-        """Host blocks that requests have reserved, filled or not."""
-        return self._reserved
+        return self.size - self.reserved
 
     @property
     def waiting(self) -> int:
@@ -123,7 +114,7 @@ class HostBlockTable:
     @property
     def held(self) -> int:
         """Host blocks whose content a request holds."""
-        return self._size - len(self._idle)
+        return self.size - len(self._idle)
 
     def reserve(self, request_id: str, blocks: int) -> bool:
         """Reserves host blocks for all blocks of a request; False where it has to ask again.
@@ -137,14 +128,14 @@ class HostBlockTable:
         """
         if request_id in self._requests:
             return True
-        if blocks > self._size:
+        if blocks > self.size:
             self._queue.pop(request_id, None)
-            raise NeverFits(request_id, blocks, self._size)
+            raise NeverFits(request_id, blocks, self.size)
         self._queue[request_id] = blocks
         if next(iter(self._queue)) != request_id or blocks > self.free:
             return False
         del self._queue[request_id]
-        self._reserved += blocks
+        self.reserved += blocks
         self._requests[request_id] = _Request(blocks)
         return True
 
@@ -187,9 +178,9 @@ class HostBlockTable:
                 publishes nothing more.
         """
         request = self._requests.get(request_id)
-        wanted = list(dict.fromkeys(blocks))
         if request is None:
             raise NotReserved(f"request {request_id} has reserved no blocks of the host buffer")
+        wanted = list(dict.fromkeys(blocks))
         wanted = [b for b in wanted if self._host_block_of.get(b, -1) != request.held.get(b, -2)]
         again = [block for block in wanted if block in request.held]
         needed = len(request.held) + len(request.outlived) + len(wanted)
@@ -246,7 +237,7 @@ class HostBlockTable:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._reserved -= request.reserved
+        self.reserved -= request.reserved
         # The end of a prompt goes first: others may share its beginning.
         for host_block in (*request.outlived, *reversed(request.held.values())):
             self._let_go(request_id, host_block)

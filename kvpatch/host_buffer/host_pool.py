@@ -18,8 +18,13 @@ import numpy as np
 
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.geometry.segments import kernel_blocks
-from kvpatch.host_buffer.block_copies import BlockCopies
-from kvpatch.host_buffer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
+from kvpatch.host_buffer.block_copies import (
+    BlockCopies,
+    BlockTensor,
+    StorageCopy,
+    host_storage,
+    rows_of,
+)
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import as_integers
 from kvpatch.transfer.storageless import fetch, has_storage, shown
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_LOG = logging.getLogger("kvpatch.host_buffer")
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 #: What torch says where it cannot.
 CANNOT = (
     RuntimeError,  # and NotImplementedError, which is one
@@ -50,10 +59,8 @@ def block_bytes(
     Raises:
         RegistrationRefused: a tensor is not laid out in blocks.
     """
-    total = 0
-    for _, found in _by_storage(tensors, block_dimensions, blocks):
-        total += sum(row.step_bytes for row in rows_of(found, blocks))
-    return total
+    storages = _by_storage(tensors, block_dimensions, blocks)
+    return sum(row.step_bytes for _, found in storages for row in rows_of(found, blocks))
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -102,7 +109,13 @@ class HostPool:
             for storage, found in _by_storage(tensors, block_dimensions, blocks)
         ]
         self.size_bytes = sum(copy.size_bytes for _, copy in storages)
-        _check_room(self.size_bytes, host_blocks)
+        free = free_host_bytes()
+        if free is not None and self.size_bytes > free:
+            raise RegistrationRefused(
+                f"{host_blocks} blocks of host buffer take {self.size_bytes} bytes, and the host "
+                f"has {free} free",
+                "set KVPATCH_HOST_BUFFER_BYTES to less",
+            )
         found: dict[str, torch.Tensor] = {}
         copies: list[StorageCopy] = []
         for storage, copy in storages:
@@ -120,8 +133,12 @@ class HostPool:
         self._copies: BlockCopies | None = None
         if len(copies) == len(storages):
             self._copies = BlockCopies(copies, self._device, blocks, host_blocks)
-        if not is_there_late:
-            self._try()
+        if not is_there_late:  # tries the last block, and leaves none of it
+            host_block, block = host_blocks - 1, blocks - 1
+            self._save_and_look([block], [host_block])
+            for layer in self.tensors:
+                self._pair(layer, block, host_block)[1].zero_()
+            self._is_tried = True
 
     def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copies blocks into host blocks, in the order of calls; after what the device was told.
@@ -133,7 +150,18 @@ class HostPool:
             ValueError: a number that is none of a block or host block, or a host block twice.
             UnexpectedCaches: the first block of all was not itself in its host block.
         """
-        self._check(blocks, host_blocks)
+        distinct = len(set(host_blocks))
+        if len(blocks) != len(host_blocks) or distinct != len(host_blocks):
+            raise ValueError(
+                f"{len(blocks)} blocks for {distinct} of {len(host_blocks)} host blocks"
+            )
+        for numbers, count, what in (
+            (blocks, self._blocks, "block"),
+            (host_blocks, self.host_blocks, "host block"),
+        ):
+            outside = [number for number in numbers if not 0 <= number < count]
+            if outside:
+                raise ValueError(f"{what} {outside[0]} of {count}")
         if blocks and self._is_tried:
             self._copy(blocks, host_blocks)
         elif blocks:
@@ -159,32 +187,6 @@ class HostPool:
             # Not every kind of numbers can be copied by index on every host.
             target, numbers = as_integers(self.tensors[layer]), torch.from_numpy(into)
             target.index_copy_(dimension, numbers, as_integers(found))
-
-    def _check(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        distinct = len(set(host_blocks))
-        if len(blocks) != len(host_blocks) or distinct != len(host_blocks):
-            raise ValueError(
-                f"{len(blocks)} blocks for {distinct} of {len(host_blocks)} host blocks"
-            )
-        for numbers, count, what in (
-            (blocks, self._blocks, "block"),
-            (host_blocks, self.host_blocks, "host block"),
-        ):
-            outside = [number for number in numbers if not 0 <= number < count]
-            if outside:
-                raise ValueError(f"{what} {outside[0]} of {count}")
-
-    def _try(self) -> None:
-        """Copies the last block and looks at it, as the device itself shows it.
-
-        Raises:
-            UnexpectedCaches: it cannot be copied, or is another one.
-        """
-        host_block, block = self.host_blocks - 1, self._blocks - 1
-        self._save_and_look([block], [host_block])
-        for layer in self.tensors:
-            self._pair(layer, block, host_block)[1].zero_()
-        self._is_tried = True
 
     def _save_and_look(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copies blocks and looks at the first one.
@@ -260,46 +262,24 @@ def _by_storage(
     yield from found.values()
 
 
-def _check_room(size_bytes: int, host_blocks: int) -> None:
-    free = free_host_bytes()
-    if free is not None and size_bytes > free:
-        raise RegistrationRefused(
-            f"{host_blocks} blocks of host buffer take {size_bytes} bytes, and the host has "
-            f"{free} free",
-            "set KVPATCH_HOST_BUFFER_BYTES to less",
-        )
-
-
-_LOG = logging.getLogger("kvpatch.host_buffer")
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-
-
 def free_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
     """Returns the bytes that this process can still allocate, within its container's limit.
 
     None if that is unknown.
     """
-    found = []
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+    found = [1024 * number for number in _numbers_in(meminfo, "MemAvailable:")]
     limit, current = cgroup / "memory.max", cgroup / "memory.current"
     if limit.is_file() and current.is_file() and limit.read_text().strip() != "max":
-        taken = int(current.read_text()) - _reclaimable_bytes(cgroup / "memory.stat")
-        found.append(max(0, int(limit.read_text()) - taken))
+        # Cached files count as taken, and are given back when they must be.
+        cached = sum(_numbers_in(cgroup / "memory.stat", "inactive_file "))
+        found.append(max(0, int(limit.read_text()) - int(current.read_text()) + cached))
     return min(found, default=None)
 
 
-def _reclaimable_bytes(stat: Path) -> int:
-    """Cached files, which count as taken and are given back when they must be."""
-    if stat.is_file():
-        for line in stat.read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    return 0
+def _numbers_in(path: Path, name: str) -> list[int]:
+    """Returns the number of each line that begins with a name; none where there is no file."""
+    lines = path.read_text().splitlines() if path.is_file() else ()
+    return [int(line.split()[1]) for line in lines if line.startswith(name)]
 
 
 def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
@@ -317,7 +297,8 @@ def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Te
         error = runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0)
         if int(error) == 0:
             # Kept until then: memory must not be freed while it is registered.
-            weakref.finalize(owner, _unpin, memory)
+            unpin = runtime.cudaHostUnregister
+            weakref.finalize(owner, lambda kept: unpin(kept.data_ptr()), memory)
         else:
             _LOG.warning("%d bytes of host buffer cannot be pinned: %s", size_bytes, error)
             forget_last_error(device)
@@ -349,9 +330,3 @@ def _huge(size_bytes: int) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).fill_(0)
-
-
-def _unpin(memory: torch.Tensor) -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -69,11 +69,7 @@ def supported_devices(facts: ReleaseFacts) -> dict[str, tuple[str, ...]] | None:
 
 
 def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
-    """Decides :func:`is_wanted` for this process's platform.
-
-    Raises:
-        RegistrationRefused: it is forbidden where it is needed, or not possible here.
-    """
+    """Decides :func:`is_wanted` for this platform; refuses ranks that share out blocks."""
     from vllm.platforms import current_platform
 
     wanted = is_wanted(
@@ -89,13 +85,7 @@ def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
 
 
 def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
-    """Refuses ranks whose blocks are not alike.
-
-    They hold other tokens or layers than the scheduler's own count of blocks tells.
-
-    Raises:
-        RegistrationRefused: there are some.
-    """
+    """Refuses ranks that hold other tokens or layers than the scheduler's count of blocks tells."""
     for name in (*facts.context_sizes, "pipeline_parallel_size"):
         size = getattr(parallel_config, name)
         if size > 1:

@@ -145,7 +145,6 @@ class HostBufferScheduler:
         self._core = ref(core)
 
     def tell(self) -> None:
-        """Tells what has changed of its host blocks."""
         table = self._table
         if table is None:
             return
@@ -162,7 +161,8 @@ class HostBufferScheduler:
         One that never fits loses its parameters: it is then a prompt like any other, its
         answer says why, and D, which is told of nothing to read, computes it as well.
         """
-        blocks = self._needed(request)
+        tokens = self._tokens(request)
+        blocks = sum(group.needed(tokens) for group in self._groups)
         self._is_used = True
         try:
             return self.table.reserve(request.request_id, blocks)
@@ -179,10 +179,6 @@ class HostBufferScheduler:
             self._refusals[request.request_id] = why
             request.kv_transfer_params = None
             return True
-
-    def _needed(self, request: Any) -> int:
-        tokens = self._tokens(request)
-        return sum(group.needed(tokens) for group in self._groups)
 
     def _tokens(self, request: Any) -> int:
         """Counts the tokens that the request has blocks for, drafted ones included."""
@@ -254,26 +250,18 @@ class HostBufferScheduler:
     # -- the end -------------------------------------------------------------
 
     def _publish(self, request: Any, params: dict[str, Any]) -> None:
-        """Gives D the host blocks of a finished request's blocks in place of the blocks.
-
-        Raises:
-            NotSaved: one of them was not saved.
-        """
+        """Gives D host blocks for a finished request's blocks; raises NotSaved if one has none."""
         blocks = params.get("remote_block_ids")
         if not blocks or not any(groups(blocks)):
             return
         tokens = self._tokens(request)
-        host_blocks = [
-            self._host_blocks_of(request.request_id, group.asked_for(found, tokens))
-            for group, found in zip(self._groups, groups(blocks), strict=True)
-        ]
-        grouped = are_grouped(blocks)
-        params["remote_block_ids"] = type(blocks)(host_blocks) if grouped else host_blocks[0]
-
-    def _host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
-        found = iter(self.table.host_blocks_of(request_id, [block for block in blocks if block]))
-        # A window's list begins with null blocks.
-        return [next(found) + NULL_BLOCKS if block else 0 for block in blocks]
+        named = []
+        for group, found in zip(self._groups, groups(blocks), strict=True):
+            asked = group.asked_for(found, tokens)
+            own = iter(self.table.host_blocks_of(request.request_id, [b for b in asked if b]))
+            # A window's list begins with null blocks.
+            named.append([next(own) + NULL_BLOCKS if block else 0 for block in asked])
+        params["remote_block_ids"] = type(blocks)(named) if are_grouped(blocks) else named[0]
 
     def finished(
         self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]

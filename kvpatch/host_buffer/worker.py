@@ -35,14 +35,12 @@ class HostBuffer:
 
     Attributes:
         pool: whose tensors are registered.
-        host_blocks: that the pool holds.
         book: of the worker, which is told of saves.
         saved_blocks: so far.
         save_seconds: that these took of the steps; on a device with streams, asking for them.
     """
 
     pool: HostPool
-    host_blocks: int
     book: Book
     saved_blocks: int = 0
     save_seconds: float = 0.0
@@ -53,10 +51,10 @@ class HostBuffer:
         Raises:
             RegistrationRefused: the scheduler believes in host blocks that there are not.
         """
-        if saves.buffer_blocks > self.host_blocks:
+        if saves.buffer_blocks > self.pool.host_blocks:
             raise RegistrationRefused(
                 f"the scheduler counts {saves.buffer_blocks} blocks in the host buffer and this "
-                f"worker has room for {self.host_blocks}: all ranks need tensors of one size",
+                f"worker has room for {self.pool.host_blocks}: all ranks need tensors of one size",
                 "set KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine",
             )
         started = perf_counter()
@@ -75,6 +73,7 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
 
     Raises:
         RegistrationRefused: a cache that is not attention in blocks.
+        UnexpectedCaches: a device without storages that does not copy what it is told to.
     """
     # Recurrent state is a list of tensors <= 0.26.
     _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
@@ -87,10 +86,9 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
     if parts is None:  # these releases find out while they register
         parts = int(release.worker.block_size) // min(block_tokens)
     dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
-    planned = release.planned_blocks
-    if planned is None or not is_as_planned(layers, planned, parts):
-        planned = min(cache.blocks for cache in layers.values()) // parts
-    blocks = planned
+    blocks = release.planned_blocks
+    if blocks is None or not is_as_planned(layers, blocks, parts):
+        blocks = min(cache.blocks for cache in layers.values()) // parts
     size = block_bytes(kv_caches, dimensions, blocks)
     host_blocks = host_blocks_in(settings.host_buffer_bytes(), size, blocks)
     by_kvcached = settings.is_kvcached_enabled()
@@ -110,11 +108,21 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
     if is_storageless:
         tensors = {name: shown(cache, dimensions[name]) for name, cache in kv_caches.items()}
         caches = StoragelessCaches(kv_caches, tensors, dimensions)
-        _refuse_wrong_copies(caches)
+        try:  # a block onto the device, as the pool has copied one from it
+            wrong = caches.find_wrong()
+        except CANNOT as error:
+            raise UnexpectedCaches(
+                f"KV caches without a storage cannot be written: {error}"
+            ) from error
+        if wrong:
+            raise UnexpectedCaches(
+                f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
+                "copied to the device"
+            )
         # The pool has the layout of its shapes, whatever the device was asked for.
         state_layout_of_strides(release, read_layers(release, pool.tensors))
     state = worker_state(release.worker)
-    state.hold(HostBuffer(pool, host_blocks, state.book))
+    state.hold(HostBuffer(pool, state.book))
     state.hold(DeviceCaches(tensors, caches))
     if pages is None:
         state.drop(MappedPages)
@@ -124,34 +132,13 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _refuse(layers: Iterable[str]) -> None:
-    """Refuses layers that no host block can hold, if there are any.
-
-    Raises:
-        RegistrationRefused: with their names.
-    """
+    """Refuses layers that no host block can hold, if there are any."""
     names = sorted(layers)
     if names:
         raise RegistrationRefused(
             f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through "
             "a host buffer",
             "use KVPATCH_HOST_BUFFER=never",
-        )
-
-
-def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
-    """Copies a block onto the device, as the pool has copied one from it.
-
-    Raises:
-        UnexpectedCaches: it cannot be copied, or is another one.
-    """
-    try:
-        wrong = caches.find_wrong()
-    except CANNOT as error:
-        raise UnexpectedCaches(f"KV caches without a storage cannot be written: {error}") from error
-    if wrong:
-        raise UnexpectedCaches(
-            f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
-            "copied to the device"
         )
 
 

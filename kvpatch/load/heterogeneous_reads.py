@@ -38,7 +38,7 @@ from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, tell_over
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import JoinedRead, OwnRead
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread, can_read_beside
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -115,8 +115,6 @@ class HeterogeneousReads:
         read = partial(self._prepare, context, request, notification)
         if len(ranks) == 1:
             return read(peer.ranks[ranks[0]])
-        from kvpatch.transfer.joined_read import JoinedRead  # of few pairs
-
         held: frozenset[HeadName] = frozenset()
         needed, others = [], []
         for rank in (peer.ranks[number] for number in ranks):

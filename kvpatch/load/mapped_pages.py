@@ -2,13 +2,15 @@
 
 What is read into a page that is not mapped lands in the page of zeros that all of them
 share, without an error, and is gone where kvcached maps a page there later. P's pages are
-P's to keep: D cannot see them.
+P's to keep: D cannot see them. The driver alone knows what is mapped at an address.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,6 @@ from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry.segments import Int64Array, kernel_blocks
 from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.transfer import backing
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.registered_caches import LayerCache
 
@@ -26,6 +27,46 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.registration")
+
+_LIBRARY = "libcuda.so.1"
+_SUCCESS = 0
+#: The smallest page that the driver maps.
+_GRANULE_BYTES = 2 * 1024**2
+_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver's knowledge of allocations.
+
+    Attributes:
+        allocation_at: the number of the allocation that is mapped at an address; None where the
+            address is not one of mapped pages.
+        granule_bytes: the smallest page; every page begins at a multiple of it.
+    """
+
+    allocation_at: Callable[[int], int | None]
+    granule_bytes: int
+
+
+def driver() -> Driver | None:
+    """CUDA's, where this process has it loaded; None elsewhere."""
+    try:
+        cuda = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD)
+        retain, release = cuda.cuMemRetainAllocationHandle, cuda.cuMemRelease
+    except (OSError, AttributeError):  # a driver before 11.0 has no such functions
+        return None
+    retain.argtypes = [ctypes.POINTER(ctypes.c_ulonglong), ctypes.c_void_p]
+    release.argtypes = [ctypes.c_ulonglong]
+
+    def allocation_at(address: int) -> int | None:
+        handle = ctypes.c_ulonglong()
+        if retain(ctypes.byref(handle), address) != _SUCCESS:
+            return None
+        release(handle)
+        return handle.value
+
+    return Driver(allocation_at, _GRANULE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +77,7 @@ class MappedPages:
         filler: what is mapped where kvcached has mapped nothing of its own.
     """
 
-    driver: backing.Driver
+    driver: Driver
     filler: int
     layers: Mapping[str, LayerCache]
 
@@ -45,15 +86,15 @@ def pages_behind(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
 ) -> MappedPages | None:
     """Returns how to tell pages that are not mapped, as most are now; None if unknown."""
-    driver = backing.driver()
-    if driver is None or not layers:
+    known = driver()
+    if known is None or not layers:
         return None
     storage = kv_caches[next(iter(layers))].untyped_storage()
-    filler = backing.filler_of(driver, storage.data_ptr(), storage.nbytes())
+    filler = filler_of(known, storage.data_ptr(), storage.nbytes())
     if filler is None:
         _LOG.info("kvcached's page of zeros is mapped nowhere: unmapped pages are not looked for")
         return None
-    return MappedPages(driver, filler, layers)
+    return MappedPages(known, filler, layers)
 
 
 def refuse_unmapped(
@@ -100,3 +141,19 @@ def _places(
                     if granule not in seen:
                         seen.add(granule)
                         yield layer, int(numbers[index]), int(addresses[index])
+
+
+def filler_of(known: Driver, address: int, size_bytes: int) -> int | None:
+    """The allocation at places that are too far from one another for a page of its own.
+
+    None where all that is found is there once: a pool in use as a whole.
+    """
+    places: dict[int, list[int]] = {}
+    for number in range(_PROBES):
+        found = known.allocation_at(address + number * size_bytes // _PROBES)
+        if found is not None:
+            places.setdefault(found, []).append(number)
+    for found, numbers in places.items():
+        if numbers[-1] - numbers[0] > 1:
+            return found
+    return None

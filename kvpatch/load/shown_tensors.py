@@ -22,10 +22,9 @@ from kvpatch.load.mapped_pages import pages_behind
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks, register_cross_layer_blocks
 from kvpatch.worker.local_geometry import state_layout_of_strides, state_own_order
 from kvpatch.worker.registered_caches import LayerCache, read_layers
-from kvpatch.worker.registration_check import strides_checked
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
-from kvpatch.worker.vllm_bugs import misread_states
+from kvpatch.worker.vllm_bugs import misread_states, strides_checked
 
 if TYPE_CHECKING:
     import torch

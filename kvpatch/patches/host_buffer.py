@@ -26,21 +26,30 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.host_buffer import host_buffer_links as links
 from kvpatch.host_buffer.policy import is_to_be_read, is_wanted_here
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, around
 from kvpatch.worker.envelope import SAVES, answer, message_on, write_step
-from kvpatch.worker.state import release_worker, scheduler_state, worker_state
+from kvpatch.worker.state import (
+    connector_scheduler,
+    connectors_of,
+    engine_state,
+    release_worker,
+    scheduler_state,
+    share_with_manager,
+    worker_state,
+)
 
 if TYPE_CHECKING:
+    from kvpatch.host_buffer.scheduler import HostBufferScheduler
     from kvpatch.host_buffer.worker import HostBuffer
     from kvpatch.worker.release_worker import ReleaseWorker
 
@@ -121,22 +130,37 @@ def _scheduler_init(
         state.hold(buffer)
 
 
+def _buffer_in(scheduler: Any) -> HostBufferScheduler | None:
+    """Returns the account of a connector's scheduler half; None without a host buffer."""
+    if not scheduler_state(scheduler).is_host_buffered:
+        return None
+    from kvpatch.host_buffer.scheduler import HostBufferScheduler
+
+    return scheduler_state(scheduler).held(HostBufferScheduler)
+
+
+def _account_of(connector: Any) -> HostBufferScheduler | None:
+    """Returns the account of a connector; None in workers too."""
+    scheduler = connector_scheduler(connector)
+    return None if scheduler is None else _buffer_in(scheduler)
+
+
 def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    buffer = links.host_buffer_of(instance)
+    buffer = _account_of(instance)
     if buffer is not None and is_to_be_read(request) and not buffer.admit(request):
         return None, False  # asked again in the next step
     return wrapped(request, num_computed_tokens)
 
 
 def _write(scheduler: Any, output: Any) -> Callable[[Any], dict[str, Any]] | None:
-    buffer = links.host_buffer_in(scheduler)
+    buffer = _buffer_in(scheduler)
     return None if buffer is None else partial(buffer.plan, output)
 
 
 def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any] | None:
-    buffer = links.host_buffer_of(connector)
+    buffer = _account_of(connector)
     if buffer is None:
         return None
     return partial(buffer.finished, connector.connector_scheduler, request)
@@ -145,10 +169,43 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any] | None
 # --- vLLM's scheduler --------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class LinkedBuffers:
+    """The host buffers of one of vLLM's schedulers, as its connectors see them.
+
+    Attributes:
+        is_whole: whether these are all that there are.
+    """
+
+    buffers: list[HostBufferScheduler] = field(default_factory=list)
+    is_whole: bool = False
+
+
+def _link(core: Any) -> None:
+    """Brings vLLM's scheduler and the buffers of its connectors together, before its first step."""
+    linked = engine_state(core).of(LinkedBuffers)
+    if linked.is_whole:
+        return
+    for connector in connectors_of(core):
+        buffer = _account_of(connector)
+        if buffer is not None and not buffer.is_linked:
+            buffer.link(core, connector.connector_scheduler)
+            linked.buffers.append(buffer)
+            share_with_manager(core)
+    linked.is_whole = True
+
+
 def _schedule(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     """Hides requests without room, where connectors cannot ask for a later call (<= 0.10.1)."""
-    links.link(instance)
-    held = links.without_room(instance)
+    _link(instance)
+    buffers = [buffer for buffer in map(_account_of, connectors_of(instance)) if buffer is not None]
+    held = [
+        request
+        for request in (instance.waiting if buffers else ())
+        if request.num_computed_tokens == 0
+        and is_to_be_read(request)
+        and not all(buffer.admit(request) for buffer in buffers)
+    ]
     if not held:
         return wrapped(*args, **kwargs)
     order = list(instance.waiting)
@@ -156,12 +213,25 @@ def _schedule(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: 
     try:
         return wrapped(*args, **kwargs)
     finally:
-        links.put_back(instance.waiting, order, held)
+        put_back(instance.waiting, order, held)
+
+
+def put_back(queue: Any, order: Iterable[Any], held: Sequence[Any]) -> None:
+    """Puts requests back among those that are still in the queue, in the order from before.
+
+    Those that were not there before, as preempted ones, stay in front.
+    """
+    place = {request.request_id: number for number, request in enumerate(order)}
+    merged = sorted((*queue, *held), key=lambda request: place.get(request.request_id, -1))
+    queue.remove_requests(list(queue))
+    for request in merged:
+        queue.add_request(request)
 
 
 def _free(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
     result = wrapped(request)
-    links.freed(instance, request.request_id)
+    for buffer in engine_state(instance).of(LinkedBuffers).buffers:
+        buffer.release(request.request_id)
     return result
 
 
@@ -174,7 +244,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
         seams.build_connector_meta(facts): Step(write_step, _write),
         seams.schedule(facts): (
-            Step(around, Around(before=links.link)) if facts.can_answer_later else _schedule
+            Step(around, Around(before=_link)) if facts.can_answer_later else _schedule
         ),
     }
     found |= dict.fromkeys(seams.free_blocks(facts), _free)

@@ -37,10 +37,10 @@ from kvpatch.load.registration import registration_step
 from kvpatch.observe import book as payload
 from kvpatch.observe.catalogue import DESCRIPTION
 from kvpatch.observe.prometheus import Shown
-from kvpatch.transfer.telemetry import Telemetry
+from kvpatch.transfer.own_read import Telemetry
 from kvpatch.worker.engine_steps import Around, amend, around
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state import front_end_state, scheduler_state, worker_state
+from kvpatch.worker.state import engine_state, scheduler_state, worker_state
 
 _LOG = logging.getLogger("kvpatch.metrics")
 
@@ -160,14 +160,14 @@ def _prom_init(
 ) -> None:
     wrapped(vllm_config, metric_types, labelnames, per_engine_labelvalues)
     shown = Shown(metric_types, labelnames, per_engine_labelvalues)
-    front_end_state(instance).hold(shown)
+    engine_state(instance).hold(shown)
 
 
 def _prom_observe(
     wrapped: Callable[..., Any], instance: Any, transfer_stats_data: Any, engine_idx: int = 0
 ) -> Any:
     result = wrapped(transfer_stats_data, engine_idx)
-    shown = front_end_state(instance).held(Shown)
+    shown = engine_state(instance).held(Shown)
     if shown is not None:
         shown.observe(payload.samples_of(transfer_stats_data), engine_idx)
     return result

@@ -122,19 +122,16 @@ class _Messages:
 
     def __init__(self) -> None:
         self.are_wanted = False
-        self._heard: deque[Mapping[Any, list[Any]]] = deque()
-
-    def add(self, found: Mapping[Any, list[Any]]) -> None:
-        self._heard.append(found)
+        self.heard: deque[Mapping[Any, list[Any]]] = deque()
 
     def taken_with(self, found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
         """Returns all messages that were added, and behind them those that were found just now."""
-        if not self._heard:
+        if not self.heard:
             return found
-        self._heard.append(found)
+        self.heard.append(found)
         taken: dict[Any, list[Any]] = {}
-        while self._heard:
-            for sender, messages in self._heard.popleft().items():
+        while self.heard:
+            for sender, messages in self.heard.popleft().items():
                 taken.setdefault(sender, []).extend(messages)
         return taken
 
@@ -183,7 +180,6 @@ class EngineAgent(AgentProxy):
 
     @property
     def gate(self) -> AgentGate:
-        """Returns the gate that every thread of the agent has to use."""
         return self._self_gate
 
     def check_xfer_state(self, handle: Any) -> Any:
@@ -241,7 +237,7 @@ class ProgressAgent(AgentProxy):
                 result = found(*args, **kwargs)
                 if gate.messages.are_wanted:  # the engine's step did not wait for this call
                     gate.messages.are_wanted = False
-                    gate.messages.add(self.__wrapped__.get_new_notifs())
+                    gate.messages.heard.append(self.__wrapped__.get_new_notifs())
                 return result
 
         return call

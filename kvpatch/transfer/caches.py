@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Caches:
-    """Every layer's allocation; layers that share one share the view of it.
+    """The engine's own KV cache, by layer.
 
     Attributes:
         thread: that copies in host memory; None where who asks for copies makes them.
@@ -105,11 +105,7 @@ class Caches:
         self._place_on_device(staging.to(self.device, non_blocking=True), into)
 
     def _check_inside(self, placements: Iterable[Placement]) -> None:
-        """Refuses what would write outside its own layer's allocation, as it is now.
-
-        Raises:
-            UnplannableCopy: one would not.
-        """
+        """Refuses what would write outside its own layer's allocation, as it is now."""
         reaches: dict[int, Reach] = {}
         for one in placements:
             reach = reaches.get(id(one.segments))

@@ -46,11 +46,7 @@ class CheckedTransfer(OwnRead):
         self._errors = (*READ_ERRORS, *errors_of(nixl))
 
     def start(self) -> str:
-        """Posts it, unless a check has to pass before anything is read.
-
-        Raises:
-            Exception: NIXL's, where it cannot be posted.
-        """
+        """Posts it, unless a check has to pass before; raises NIXL's error where it cannot."""
         try:
             self._begin()
         except self._errors:

@@ -44,15 +44,15 @@ class CopyingThread:
 
     def copy(self, write: Callable[[], None]) -> Copy:
         future = self._submitted(partial(_make, write))
-        if future is None:
-            future = Future()
-            try:
-                write()
-                future.set_result(None)
-            except READ_ERRORS as error:  # the read's, as if the thread had met it
-                future.set_exception(error)
-        else:
+        if future is not None:
             future.add_done_callback(lambda _: self._wake())
+            return Copy(self, future)
+        future = Future()
+        try:
+            write()
+            future.set_result(None)
+        except READ_ERRORS as error:  # the read's, as if the thread had met it
+            future.set_exception(error)
         return Copy(self, future)
 
     def settle(self) -> None:
@@ -95,11 +95,6 @@ class Copy:
         self._future = future
 
     def __call__(self) -> bool:
-        """Returns True if it is over.
-
-        Raises:
-            Exception: the copy's own.
-        """
         if self._future.cancelled():
             return True
         if not self._future.done():

@@ -77,7 +77,7 @@ class Lease:
 
     @property
     def end(self) -> float:
-        """Returns when the lease is over, by what is known now."""
+        """When the lease is over, by what is known now."""
         return self.granted if self.heartbeats is None else self.heartbeats.extended(self.granted)
 
 
@@ -175,9 +175,7 @@ class Lifetime:
     """The state of the blocks that one read reads, as far as D knows it.
 
     Attributes:
-        lease: the lease of the blocks.
-        request_id: the request that they belong to, for the log.
-        agent: the name of the peer's rank in NIXL.
+        request_id, agent: for the log.
         checks: the checks that are still to be asked, in order.
         verdict: the result that the read has found; None where there is none, or not yet.
         fail_check: called on any thread if a check fails the read.
@@ -197,10 +195,7 @@ class Lifetime:
         return self.verdict in (CheckResult.GONE, CheckResult.WRONG, CheckResult.EXPIRED)
 
     def may_begin(self, nixl: Any) -> bool:
-        """Asks the checks that are due before the read begins.
-
-        Returns:
-            False if one of them keeps it waiting, or fails it.
+        """Asks the checks that are due before; False if one keeps the read waiting, or fails it.
 
         Raises:
             Exception: a check's own; the read fails.
@@ -253,11 +248,7 @@ class Lifetime:
         self.checks = tuple(one for one in self.checks if one is not check)
 
     def end(self, nixl: Any, *, is_well: bool = False) -> None:
-        """Lets go of what the checks have on its way; a second time does nothing.
-
-        Args:
-            is_well: whether the read is done.
-        """
+        """Lets go of what the checks have on its way; a second time does nothing."""
         if is_well and self._is_held:
             self._find(CheckResult.HELD)
         for check in self.checks:

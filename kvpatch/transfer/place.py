@@ -102,14 +102,9 @@ def _pattern(
     """(run, unit, shape, strides in the buffer and in the cache) of a segment."""
     run, axes = contiguous(strides, tokens)
     axes.sort(key=lambda axis: -axis.local_stride)
-    numbers = [run, strides.block.remote_stride, strides.block.local_stride]
-    numbers += [number for axis in axes for number in axis[1:]]
-    return (
-        run,
-        gcd(_WIDEST_BYTES, *numbers),
-        tuple(axis.size for axis in axes),
-        (tuple(axis.remote_stride for axis in axes), tuple(axis.local_stride for axis in axes)),
-    )
+    remote, local = (tuple(axis[side] for axis in axes) for side in (1, 2))
+    unit = gcd(_WIDEST_BYTES, run, *strides.block[1:], *remote, *local)
+    return run, unit, tuple(axis.size for axis in axes), (remote, local)
 
 
 def place_in_host_memory(
@@ -163,6 +158,8 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         staging: ``uint8``, one-dimensional.
         into: each placement with the memory that it is in.
     """
+    import torch
+
     moves = [
         (cache.memory, move)
         for cache, placement in into
@@ -174,20 +171,13 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     indices = {id(one): part for one, part in zip(distinct, parts, strict=True)}
     for memory, move in moves:
         found = _strided(staging, move, move.source)[indices[id(move.source.numbers)]]
-        _set_rows(_strided(memory, move, move.target), move.target.numbers, indices, found)
-
-
-def _set_rows(
-    rows: torch.Tensor, numbers: Numbers, indices: dict[int, torch.Tensor], found: torch.Tensor
-) -> None:
-    import torch
-
-    if not torch.are_deterministic_algorithms_enabled():
-        rows[indices[id(numbers)]] = found
-        return
-    # It would copy all rows elsewhere and back, those of other requests too.
-    for place, number in np.ndenumerate(numbers.ids):
-        rows[int(number)].copy_(found[place])
+        rows, numbers = _strided(memory, move, move.target), move.target.numbers
+        if not torch.are_deterministic_algorithms_enabled():
+            rows[indices[id(numbers)]] = found
+            continue
+        # It would copy all rows elsewhere and back, those of other requests too.
+        for place, number in np.ndenumerate(numbers.ids):
+            rows[int(number)].copy_(found[place])
 
 
 def _strided(memory: torch.Tensor, move: Move, side: Side) -> torch.Tensor:

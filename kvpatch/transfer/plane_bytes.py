@@ -9,9 +9,8 @@ import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.plane_copies import CopyTile, reach_of
+from kvpatch.geometry.plane_copies import CopyTile, parts_in_tiles, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
-from kvpatch.geometry.token_tiles import parts_in_tiles
 from kvpatch.transfer.one_memory import Bytes
 
 if TYPE_CHECKING:
@@ -104,11 +103,16 @@ def _token_rows(plane: Plane, tail: Segments) -> Iterator[tuple[int, tuple[tuple
     """(bytes behind the plane's address, axes of (size, stride) of tokens) of each segment."""
     block_stride, _, token, _ = plane.strides_bytes
     if plane.tile is None:
-        for _, _, block, offset, tokens in tail.as_array().tolist():
+        for block, offset, tokens in _rows_of(tail):
             yield block * block_stride + offset * token, ((tokens, token),)
         return
     size, step = plane.tile.tokens, plane.tile.token_step
     for part in parts_in_tiles(tail, CopyTile(size, step, step, is_remote=True, is_local=True)):
-        for _, _, block, offset, tiles in part.segments.as_array().tolist():
+        for block, offset, tiles in _rows_of(part.segments):
             start = block * block_stride + offset * token + part.local_first * step
             yield start, ((tiles, token), (part.tokens, step))
+
+
+def _rows_of(tail: Segments) -> Iterator[tuple[int, int, int]]:
+    columns = (tail.local_block, tail.local_offset, tail.tokens)
+    return zip(*(column.tolist() for column in columns), strict=True)

@@ -20,11 +20,10 @@ from kvpatch.transfer.agent_gate import AgentGate, EngineLock
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.one_memory import streams_of
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import OwnRead, Telemetry
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
-from kvpatch.transfer.telemetry import Telemetry
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +50,9 @@ _STOP_SECONDS = 10.0
 
 
 def can_read_beside(device: torch.device, caches: object = None) -> bool:
-    """True if another thread than the engine's can place what was read.
+    """True if another thread than the engine's can place what was read on a device.
 
     Args:
-        device: that it is placed on.
         caches: what places it, where torch does not.
     """
     if isinstance(caches, StoragelessCaches) or device.type not in _DEVICES:
@@ -220,7 +218,9 @@ class ProgressThread:
         while not self._is_ending:
             self._begin_round()
             came = monotonic()
-            self._call_all(came)
+            if came - self._saw_all >= _SURELY_SECONDS:  # those that wait for others too
+                self._saw_all = came
+                self._going = dict(self._reads)
             has_moved = self._move()
             if has_moved and not self._messages:
                 wait = _FIRST_WAIT_SECONDS
@@ -238,13 +238,6 @@ class ProgressThread:
                             self.copying.settle()
                         self._thread, self.is_running = None, False
                         return
-
-    def _call_all(self, now: float) -> None:
-        """Polls the waiting reads too, every ``_SURELY_SECONDS``."""
-        if now - self._saw_all < _SURELY_SECONDS:
-            return
-        self._saw_all = now
-        self._going = dict(self._reads)
 
     def _move(self) -> bool:
         """Does one thing for each read that can go on; whether there was any."""
@@ -328,7 +321,7 @@ class BackgroundRead(OwnRead):
         return "PROC"
 
     def state(self) -> str:
-        """Returns the read's state; moves the read on here where no progress thread runs."""
+        """Moves the read on here where no progress thread runs."""
         outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
@@ -336,7 +329,7 @@ class BackgroundRead(OwnRead):
         return outcome
 
     def void(self) -> bool:
-        """Voids the staged read; the progress thread places nothing after this returns."""
+        """Voids the read; the progress thread places nothing after this or :meth:`release`."""
         with self._thread.paused():
             return self._read.void()
 
@@ -344,7 +337,6 @@ class BackgroundRead(OwnRead):
         return self._read.telemetry()
 
     def release(self) -> None:
-        """Releases the staged read; the progress thread places nothing after this returns."""
         if self._read.holds_nothing:
             return
         with self._thread.paused():

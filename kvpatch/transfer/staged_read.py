@@ -22,11 +22,10 @@ from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
-from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.own_read import Fate, OwnRead, Tally, Telemetry
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose
 from kvpatch.transfer.storageless import AnyCaches
-from kvpatch.transfer.telemetry import Tally, Telemetry
 
 _LOG = logging.getLogger("kvpatch.staging")
 
@@ -126,7 +125,7 @@ class StagedRead(OwnRead):
         self._after = self._caches.mark()
 
     def _begin(self) -> None:
-        """Plans what goes straight to its place, and posts."""
+        """Plans what is posted first."""
         self._stage = _Stage.GOING
         if self._is_failed_by_lease():
             return
@@ -134,7 +133,7 @@ class StagedRead(OwnRead):
             if self.tails is not None:
                 self._copies.append((self._caches.zero(self.tails(), self._after), None))
             self._next_runs()
-            self._next_chunk()
+            self._chunk = next(self._chunks, None)
             if not (self._is_any_left or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
         except self._errors:
@@ -174,11 +173,7 @@ class StagedRead(OwnRead):
         return self.outcome
 
     def advance(self) -> bool:
-        """Does what can be done now, with one post at most.
-
-        Returns:
-            Whether something has landed, or was placed or posted.
-        """
+        """Does what can be done now, with one post at most; False if there was nothing."""
         if self.outcome != "PROC":
             return False
         if self._stage is _Stage.NEW:
@@ -196,25 +191,13 @@ class StagedRead(OwnRead):
         return has_landed or has_placed or has_posted
 
     def void(self) -> bool:
-        """Ends it as soon as what is on the wire has landed, without placing any of it.
-
-        For a request that was given up, whose blocks may belong to another one by now. The
-        peer is told; but what was not placed is never ``DONE``.
-
-        Returns:
-            False where it is done already.
-        """
+        """Ends it as soon as what is on the wire has landed, without placing any of it."""
         if self.outcome == "DONE":
             return False
         self._give_up()
         return True
 
     def telemetry(self) -> Telemetry | None:
-        """The sums over all transfers so far.
-
-        Raises:
-            Exception: NIXL's, where it does not count.
-        """
         return self._tally.telemetry()
 
     def release(self) -> None:
@@ -222,9 +205,6 @@ class StagedRead(OwnRead):
 
         What is still on the wire to the pool keeps its space until it is over. What goes
         straight to its place is cancelled, as a release's own transfers are.
-
-        Raises:
-            Exception: NIXL's, where that cannot be cancelled.
         """
         self._give_up()
         self._give_back()
@@ -277,14 +257,10 @@ class StagedRead(OwnRead):
 
     @property
     def _is_any_left(self) -> bool:
-        """True if anything is still to be posted."""
         return self._runs is not None or self._chunk is not None
 
     def _next_runs(self) -> None:
         self._runs = next((plan for plan in self._direct if len(plan)), None)
-
-    def _next_chunk(self) -> None:
-        self._chunk = next(self._chunks, None)
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -316,26 +292,20 @@ class StagedRead(OwnRead):
             return
         if self._waits_for_another:
             return
-        self._end_timing()
-        if self._goes_on and not self._ask():
-            return
-        # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG:
-            self._tell()
-        self.fate.outcome = "DONE" if self._goes_on else "ERR"
-        self.lifetime.end(self._nixl, is_well=self._goes_on)
-
-    def _end_timing(self) -> None:
         if self._began is not None and not self._is_timed:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self._is_timed = True
-
-    def _tell(self) -> None:
-        try:
-            if self._notification:  # else the release tells the peer itself
+        if self._goes_on and not self._ask():
+            return
+        # Of wrong bytes too: the peer need not hold what nobody will read again.
+        is_told = self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG
+        if is_told and self._notification:  # else the release tells the peer itself
+            try:
                 self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
-        except self._errors:
-            self._fail()
+            except self._errors:
+                self._fail()
+        self.fate.outcome = "DONE" if self._goes_on else "ERR"
+        self.lifetime.end(self._nixl, is_well=self._goes_on)
 
     @property
     def _goes_on(self) -> bool:
@@ -351,11 +321,10 @@ class StagedRead(OwnRead):
     def _may_begin(self) -> bool:
         """True if no check that is due before the start keeps it waiting, or fails it."""
         try:
-            may_begin = self.lifetime.may_begin(self._nixl)
+            return self.lifetime.may_begin(self._nixl) and not self._is_failed_by_check()
         except self._errors:
             self._fail()
             return False
-        return may_begin and not self._is_failed_by_check()
 
     def _ask(self) -> bool:
         """Asks the checks that are left; True once all have answered."""
@@ -383,7 +352,11 @@ class StagedRead(OwnRead):
             if state == "DONE":
                 self._landed_at = time.monotonic()
                 landed.append(flight)
-                self._let_go(flight.handle)
+                self._tally.count(flight.handle)
+                try:
+                    self._nixl.release_xfer_handle(flight.handle)
+                except errors_of(self._nixl):
+                    _LOG.warning("a transfer that is done could not be released", exc_info=True)
             else:
                 self._lose(flight, state)
         if landed or self._is_any_left:
@@ -392,20 +365,10 @@ class StagedRead(OwnRead):
             self._place(flight)
         return bool(landed)
 
-    def _let_go(self, handle: Any) -> None:
-        """Counts a transfer that is done, and releases it."""
-        self._tally.count(handle)
-        try:
-            self._nixl.release_xfer_handle(handle)
-        except errors_of(self._nixl):
-            _LOG.warning("a transfer that is done could not be released", exc_info=True)
-
     def _lose(self, flight: _Flight, state: str) -> None:
-        """Books a transfer that failed. NIXL's word for that is no word about its parts.
+        """Books a transfer of which a part has failed: NIXL stops no other, so that some may land.
 
-        It says so when one of them has failed, looks at none of the others again, and can
-        stop none: what is on its way may still land. What goes straight to its place is
-        the release's to judge, as its own transfers are.
+        What goes straight to its place is the release's to judge, as its own transfers are.
         """
         if self._stage is not _Stage.FAILED:
             _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
@@ -426,17 +389,13 @@ class StagedRead(OwnRead):
             is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
         except self._errors:
             self._fail()
-            self._settle()
+            try:
+                self._caches.settle()  # some copies of the placement may be under way
+            except self._errors:  # of a device that has failed, and copies nothing any more
+                _LOG.debug("copies could not be waited for", exc_info=True)
             self._pool.give(flight.space)
         else:
             self._copies.append((is_placed, flight.space))
-
-    def _settle(self) -> None:
-        """Waits for copies that were asked for, some of a placement perhaps."""
-        try:
-            self._caches.settle()
-        except self._errors:  # of a device that has failed, and copies nothing any more
-            _LOG.debug("copies could not be waited for", exc_info=True)
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; True if there was any."""
@@ -453,19 +412,16 @@ class StagedRead(OwnRead):
         return len(self._copies) < before
 
     def _post_more(self) -> bool:
+        """Posts one transfer, if there is room for it; whether there was."""
         if not self._is_any_left:
             return False
         try:
-            return self._post()
+            has_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
+            if has_posted and self._chunk is None:
+                self._leave()
         except self._errors:
             self._fail()
             return False
-
-    def _post(self) -> bool:
-        """Posts one transfer, if there is room for it; whether there was."""
-        has_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
-        if has_posted and self._chunk is None:
-            self._leave()
         return has_posted
 
     def _post_runs(self, runs: Plan) -> bool:
@@ -508,19 +464,15 @@ class StagedRead(OwnRead):
         if space is None:
             return False
         try:
-            landing = self._pool.memory(space).data_ptr()
+            places = self._pool.memory(space).data_ptr() + chunk.staging_offset
             handle = prepare_read(
-                self._nixl,
-                self._ends,
-                chunk.remote_address,
-                landing + chunk.staging_offset,
-                chunk.length,
+                self._nixl, self._ends, chunk.remote_address, places, chunk.length
             )
         except self._errors:
             self._pool.give(space)
             raise
         self._launch(handle, chunk, space)
-        self._next_chunk()
+        self._chunk = next(self._chunks, None)
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,10 @@ class Space(NamedTuple):
     start: int
     end: int
 
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.start
+
 
 class Room:
     """First fit over a buffer of ``size_bytes``; spaces that touch become one again."""
@@ -44,16 +49,17 @@ class Room:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._free = [Space(0, size_bytes)]
-        #: Bytes that are not free.
-        self.taken_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.size_bytes - sum(space.size_bytes for space in self._free)
 
     def take(self, size_bytes: int) -> Space | None:
         """The lowest free space of that size; None where there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size_bytes:
                 rest = Space(start + size_bytes, end)
-                self._free[index : index + 1] = [rest] if rest.end > rest.start else []
-                self.taken_bytes += size_bytes
+                self._free[index : index + 1] = [rest] if rest.size_bytes else []
                 return Space(start, start + size_bytes)
         return None
 
@@ -74,7 +80,6 @@ class Room:
             else:
                 joined.append(Space(start, end))
         self._free = joined
-        self.taken_bytes -= space.end - space.start
 
 
 class _Lost(NamedTuple):
@@ -85,11 +90,8 @@ class _Lost(NamedTuple):
     #: The peer whose transfer failed; None of one that was given up, which its peer holds still.
     failed_peer: str | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        return self.space.end - self.space.start
 
-
+@dataclass(eq=False, slots=True)
 class Turn:
     """A reader's place among those of its peer.
 
@@ -102,13 +104,13 @@ class Turn:
         is_waiting: True if it waits for the first.
     """
 
-    __slots__ = ("has_left", "has_taken", "is_first", "is_waiting", "number", "peer", "reader")
-
-    def __init__(self, reader: int, peer: str, number: int) -> None:
-        self.reader = reader
-        self.peer = peer
-        self.number = number
-        self.is_first = self.has_left = self.is_waiting = self.has_taken = False
+    reader: int
+    peer: str
+    number: int
+    is_first: bool = False
+    has_left: bool = False
+    has_taken: bool = False
+    is_waiting: bool = False
 
 
 class StagingPool:
@@ -133,10 +135,7 @@ class StagingPool:
     """
 
     def __init__(
-        self,
-        size_bytes: int,
-        make: Callable[[int], torch.Tensor],
-        on_device: bool = False,
+        self, size_bytes: int, make: Callable[[int], torch.Tensor], on_device: bool = False
     ) -> None:
         self._room = Room(size_bytes)
         self._most_chunk_bytes = _DEVICE_CHUNK_BYTES if on_device else _LEAST_CHUNK_BYTES
@@ -145,10 +144,10 @@ class StagingPool:
         self._buffer: torch.Tensor | None = None
         self._numbers = count()
         self._queues: dict[str, deque[Turn]] = {}
-        self._held: dict[str, int] = {}
         #: The first peer that asked, and whether any other one ever has.
         self._first_peer = ""
         self._has_others = False
+        #: The peer that holds each space.
         self._owner: dict[Space, str] = {}
         self._lost: deque[_Lost] = deque()
         #: Readers that have become the first of their peer, if somebody takes them out.
@@ -177,7 +176,7 @@ class StagingPool:
     @property
     def lost_bytes(self) -> int:
         """Returns the bytes that no read can use because a transfer may still write to them."""
-        return sum(one.size_bytes for one in self._lost)
+        return sum(one.space.size_bytes for one in self._lost)
 
     def tell(self, book: Book, rank: str) -> None:
         book.show(POOL_BYTES, self.size_bytes, rank)
@@ -204,19 +203,15 @@ class StagingPool:
         may_take = self._is_next(turn) and self._is_within_share(peer, size_bytes)
         space = self._space(size_bytes) if may_take else None
         if space is None:
-            self._book_wait(turn)
+            if not (turn.has_taken or turn.is_waiting):
+                turn.is_waiting = True
+                self.waiting += 1
+                self.waits += 1
             return None
         self._end_wait(turn)
         turn.has_taken = True
-        self._held[peer] = self._held.get(peer, 0) + size_bytes
         self._owner[space] = peer
         return space
-
-    def _book_wait(self, turn: Turn) -> None:
-        if not (turn.has_taken or turn.is_waiting):
-            turn.is_waiting = True
-            self.waiting += 1
-            self.waits += 1
 
     def _end_wait(self, turn: Turn) -> None:
         self.waiting -= turn.is_waiting
@@ -241,7 +236,7 @@ class StagingPool:
         if self._first(turn.peer) is not turn:
             return False
         # Who holds some, or has lost some, may have to wait for its own.
-        busy = {*self._held, *(one.failed_peer for one in self._lost)}
+        busy = {*self._owner.values(), *(one.failed_peer for one in self._lost)}
         idle = (self._first(peer) for peer in tuple(self._queues) if peer not in busy)
         return all(first is None or first.number >= turn.number for first in idle)
 
@@ -253,10 +248,10 @@ class StagingPool:
         """
         failed = 0
         if self._has_others:  # nobody else needs what the only peer leaves
-            failed = sum(one.size_bytes for one in self._lost if one.failed_peer == peer)
+            failed = sum(one.space.size_bytes for one in self._lost if one.failed_peer == peer)
         if failed and self.size_bytes < 2 * (failed + size_bytes):
             raise self._exhausted(size_bytes)
-        held = self._held.get(peer, 0) + failed
+        held = failed + sum(space.size_bytes for space, one in self._owner.items() if one == peer)
         left = self.size_bytes - self.taken_bytes - size_bytes
         return not held or left >= held + size_bytes
 
@@ -276,11 +271,13 @@ class StagingPool:
 
     def _made(self, least_bytes: int) -> torch.Tensor:
         """Memory for all of the pool, or for half of it as often as there is too little."""
+        import torch
+
         buffer = None
         while buffer is None:
             try:
                 buffer = self._make(self.size_bytes)
-            except out_of_memory():
+            except (MemoryError, torch.OutOfMemoryError):
                 if self.size_bytes // 2 < least_bytes:
                     raise
                 _LOG.warning(
@@ -322,25 +319,15 @@ class StagingPool:
         self._first(turn.peer)
 
     def give(self, space: Space) -> None:
-        self._disown(space)
+        self._owner.pop(space, None)
         self._room.give(space)
-
-    def _disown(self, space: Space) -> None:
-        peer = self._owner.pop(space, None)
-        if peer is None:
-            return
-        self._held[peer] -= space.end - space.start
-        if not self._held[peer]:
-            del self._held[peer]
 
     def lose(self, space: Space, is_over: Callable[[], bool], *, has_failed: bool = False) -> None:
         """Leaves a space taken until the transfer that may still write to it is over.
 
         Other reads of the same peer do not wait for one that has failed.
         """
-        failed_peer = self._owner.get(space) if has_failed else None
-        if has_failed:
-            self._disown(space)
+        failed_peer = self._owner.pop(space, None) if has_failed else None
         self._lost.append(_Lost(space, is_over, failed_peer))
 
     def memory(self, space: Space) -> torch.Tensor:
@@ -359,13 +346,6 @@ class StagingPool:
             self.give(first.space)
 
 
-def out_of_memory() -> tuple[type[Exception], ...]:
-    """Returns the errors that say that a device or the host has no memory left."""
-    import torch
-
-    return MemoryError, torch.OutOfMemoryError
-
-
 def lose(
     nixl: Any, handle: Any, pool: StagingPool, space: Space, failed_agent: str | None = None
 ) -> None:
@@ -376,7 +356,31 @@ def lose(
             for a time: NIXL does not say when it is over.
     """
     has_failed = failed_agent is not None
-    pool.lose(space, _Over(nixl, handle, has_failed=has_failed), has_failed=has_failed)
+    # NIXL does not tell when one that has failed is over: it is taken to be after a time.
+    until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
+
+    def is_over() -> bool:
+        """Tells whether the transfer is over, and lets go of it then."""
+        nonlocal until
+        if until is None:
+            try:
+                state = nixl.check_xfer_state(handle)
+            except errors_of(nixl):
+                _LOG.debug("a transfer that was given up has failed", exc_info=True)
+                state = "ERR"
+            if state == "PROC":
+                return False
+            if state != "DONE":
+                until = time.monotonic() + _QUARANTINE_SECONDS
+        if until is not None and time.monotonic() < until:
+            return False
+        try:
+            nixl.release_xfer_handle(handle)
+        except errors_of(nixl):
+            _LOG.debug("a transfer that was given up could not be released", exc_info=True)
+        return True
+
+    pool.lose(space, is_over, has_failed=has_failed)
     if has_failed:
         _LOG.warning(
             "%d bytes of the staging pool, which a read from %s that failed may still write "
@@ -387,37 +391,3 @@ def lose(
             pool.lost_bytes,
             pool.size_bytes,
         )
-
-
-class _Over:
-    """Tells when a transfer that nobody waits for is over; lets go of it then.
-
-    One that has failed is taken to be over after a time, for NIXL does not tell.
-    """
-
-    def __init__(self, nixl: Any, handle: Any, *, has_failed: bool = False) -> None:
-        self._nixl = nixl
-        self._handle = handle
-        self._until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
-
-    def __call__(self) -> bool:
-        if self._until is None and not self._has_ended():
-            return False
-        if self._until is not None and time.monotonic() < self._until:
-            return False
-        try:
-            self._nixl.release_xfer_handle(self._handle)
-        except errors_of(self._nixl):
-            _LOG.debug("a transfer that was given up could not be released", exc_info=True)
-        return True
-
-    def _has_ended(self) -> bool:
-        """True if it is; from a failure on a clock runs."""
-        try:
-            state = self._nixl.check_xfer_state(self._handle)
-        except errors_of(self._nixl):
-            _LOG.debug("a transfer that was given up has failed", exc_info=True)
-            state = "ERR"
-        if state not in ("PROC", "DONE"):
-            self._until = time.monotonic() + _QUARANTINE_SECONDS
-        return bool(state != "PROC")

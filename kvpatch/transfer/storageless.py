@@ -45,13 +45,9 @@ def shown(tensor: torch.Tensor, outermost: int = 0) -> torch.Tensor:
     """A tensor on "meta" in the form of one without a storage, the given dimension outermost."""
     import torch
 
-    shape = tuple(tensor.shape)
-    order = [outermost, *(d for d in range(len(shape)) if d != outermost)]
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        step *= shape[dimension]
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    shape = list(tensor.shape)
+    made = torch.empty([shape.pop(outermost), *shape], dtype=tensor.dtype, device="meta")
+    return made.movedim(0, outermost)
 
 
 def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:

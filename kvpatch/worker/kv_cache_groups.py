@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedCaches
 from kvpatch.core.releases import ReleaseFacts
+
+_STATE = "MambaSpec"
+_SPANNING = ("FullAttentionSpec", "ChunkedLocalAttentionSpec")
+#: Specs of layers whose blocks hold all tokens of a request.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,6 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     return number, windows[number] if scheduler._is_hma_required else 0
 
 
-_STATE = "MambaSpec"
-_SPANNING = ("FullAttentionSpec", "ChunkedLocalAttentionSpec")
-#: Specs of layers whose blocks hold all tokens of a request.
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
-
-
 def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
     """True if a group of the scheduler's plan has recurrent state."""
     plan = scheduler.kv_cache_config if facts.has_cache_groups else None
@@ -154,19 +153,14 @@ def _window_tokens(spec: Any) -> int:
 
 
 def _members(spec: Any) -> tuple[Any, ...]:
-    of_layers = _specs_of_layers(spec)
+    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs alone has them
     return tuple(of_layers.values()) if of_layers else (spec,)
 
 
 def spec_of(spec: Any, layer: str) -> Any:
     """A layer's own spec, of the one that its group has."""
-    of_layers = _specs_of_layers(spec)
+    of_layers = getattr(spec, "kv_cache_specs", None)
     return of_layers[layer] if of_layers else spec
-
-
-def _specs_of_layers(spec: Any) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    return found  # UniformTypeKVCacheSpecs alone has them
 
 
 # --- slots that an engine reserves behind a prompt for drafted tokens ------------------------
@@ -182,10 +176,9 @@ def reserves_slots(vllm_config: Any) -> bool:
 
 
 def drafted_tokens(vllm_config: Any) -> int:
-    """Returns how many slots an engine may reserve behind a prompt for drafted tokens."""
-    if not reserves_slots(vllm_config):
-        return 0
-    return int(vllm_config.speculative_config.num_speculative_tokens)
+    """Returns how many such slots an engine may reserve."""
+    reserves = reserves_slots(vllm_config)
+    return int(vllm_config.speculative_config.num_speculative_tokens) if reserves else 0
 
 
 def hides_ends_of_lists(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,8 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
     spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
     of_spec = None if spec is None else _by_spec(spec)
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
-    of_dtype = _by_dtype(str(configuration.cache_config.cache_dtype))
+    dtype = str(configuration.cache_config.cache_dtype)
+    of_dtype = next((kind for start, kind in WITH_DTYPE.items() if dtype.startswith(start)), None)
     if of_dtype is not None:
         found = of_dtype if found.holds is Holds.ROWS else replace(found, joins=False)
     if has_slots and found not in SLOTS_BY_HEAD:
@@ -64,9 +65,13 @@ def has_slots(release: ReleaseWorker, layer: str) -> bool:
 def kind_of_backend(backend: type) -> Kind:
     """Returns what a backend's blocks hold; one that vLLM derives for a purpose holds the same."""
     name = backend.__name__
-    routed = _routed_to(backend)
-    if routed:
-        return _common([kind_of_backend(each) for each in routed])
+    if backend.__module__.startswith(_PACKAGES):
+        # Made of two, under another name (from 0.30): both read and write the blocks.
+        routes = (getattr(backend, f"{one}_backend_cls", None) for one in ("general", "causal"))
+        kinds = [kind_of_backend(each) for each in routes if isinstance(each, type)]
+        strange = [kind for kind in kinds if not kind.is_known]
+        if kinds:
+            return (strange or kinds)[0] if strange or len(set(kinds)) == 1 else OF_SEVERAL
     for kind in backend.__mro__:
         of_vllm = kind.__module__.startswith(_PACKAGES)
         if not of_vllm or kind.__name__ not in BACKENDS or not name.endswith(kind.__name__):
@@ -83,32 +88,12 @@ def kind_of_backend(backend: type) -> Kind:
     return unknown(f"{backend.__module__}.{name}, an attention backend")
 
 
-def _routed_to(backend: type) -> tuple[type, ...]:
-    """The two backends of one that vLLM has made of them, under another name (from 0.30)."""
-    if not backend.__module__.startswith(_PACKAGES):
-        return ()
-    found = (getattr(backend, f"{route}_backend_cls", None) for route in ("general", "causal"))
-    return tuple(each for each in found if isinstance(each, type))
-
-
-def _common(kinds: Sequence[Kind]) -> Kind:
-    """Returns what blocks hold that several backends read and write; they have one spec."""
-    strange = next((kind for kind in kinds if not kind.is_known), None)
-    if strange is not None:
-        return strange
-    return kinds[0] if all(kind == kinds[0] for kind in kinds) else OF_SEVERAL
-
-
 def _by_spec(spec: Any) -> Kind | None:
     """Returns what a spec says beside its backend; None for nothing."""
     name = type(spec).__name__
     if name not in SPECS or not type(spec).__module__.startswith(_PACKAGES):
         return unknown(f"{type(spec).__module__}.{name}, a KVCacheSpec")
     return SPECS[name]
-
-
-def _by_dtype(dtype: str) -> Kind | None:
-    return next((kind for start, kind in WITH_DTYPE.items() if dtype.startswith(start)), None)
 
 
 def _backend_of(configuration: Any, layer: str) -> Any:
@@ -189,21 +174,16 @@ def read_layers(
         # its block count with the plan.
         return {}
     _check_layers(release.expected_layers, kv_caches)
-    found = {}
-    for layer, cache in kv_caches.items():
-        if release.is_readable(layer, cache):
-            read = _read(release, layer, cache, key_order, first_head)
-            if read is not None:
-                found[layer] = read
-    return found
+    found = {
+        layer: _read(release, layer, cache, key_order, first_head)
+        for layer, cache in kv_caches.items()
+        if release.is_readable(layer, cache)
+    }
+    return {layer: read for layer, read in found.items() if read is not None}
 
 
 def _read(
-    release: ReleaseWorker,
-    layer: str,
-    cache: torch.Tensor,
-    key_order: KeyOrder,
-    first_head: int,
+    release: ReleaseWorker, layer: str, cache: torch.Tensor, key_order: KeyOrder, first_head: int
 ) -> LayerCache | None:
     """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions."""
     try:
@@ -242,19 +222,15 @@ def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) 
         if len(kv_caches) < expected:
             raise UnexpectedCaches(
                 f"{len(kv_caches)} layers were handed to the registration and the model has "
-                f"{expected}: {_listed(kv_caches)}"
+                f"{expected}: {', '.join(sorted(kv_caches))}"
             )
         return
     missing = expected - kv_caches.keys()
     if missing:
         raise UnexpectedCaches(
-            f"the registration was handed no KV cache for {_listed(missing)}: every layer of the "
-            "plan needs one, or its blocks never move"
+            f"the registration was handed no KV cache for {', '.join(sorted(missing))}: every "
+            "layer of the plan needs one, or its blocks never move"
         )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(sorted(names))
 
 
 def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
@@ -285,15 +261,8 @@ def differ_in_page_bytes(layers: Mapping[str, LayerCache]) -> bool:
 
 def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
     """True if the heads, tokens or widths of layers with heads differ from one another."""
-    shapes = {
-        (
-            layer.planes[0].counts.heads,
-            *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
-        )
-        for layer in layers.values()
-        if layer.has_heads
-    }
-    return len(shapes) > 1
+    with_heads = [layer.planes for layer in layers.values() if layer.has_heads]
+    return len({tuple(plane.counts[1:] for plane in planes) for planes in with_heads}) > 1
 
 
 def is_as_planned(

@@ -103,7 +103,6 @@ class ReleaseWorker:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Returns the address where each region starts."""
         addresses = self.worker.kv_caches_base_addr[self.worker.engine_id]
         if isinstance(addresses, Mapping):  # by rank, from 0.14
             addresses = addresses[self.worker.tp_rank]
@@ -111,7 +110,6 @@ class ReleaseWorker:
 
     @property
     def region_block_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of a block in each region."""
         if self.facts.has_bytes_by_region:
             return tuple(self.worker.block_len_per_layer)
         return (self.worker.block_len,) * len(self.addresses)
@@ -234,21 +232,18 @@ class ReleaseWorker:
     def orders(self, layer: str) -> tuple[DimensionOrder, ...]:
         """The dimension orders that a layer's attention tensor can have."""
         if self.facts.shape_source == "flags":
-            return (self._order_by_flags(),)
+            worker, tpu_flag = self.worker, self.facts.tpu_flag
+            if worker.use_mla:
+                return (LATENT,)
+            if tpu_flag and getattr(worker, tpu_flag):
+                return (INTERLEAVED_HEADS,)
+            return (BLOCKS_FIRST if worker._use_flashinfer else KEYS_FIRST,)
         if self.facts.shape_source == "layout name":
             return self._orders_by_spec(self.spec_of(layer))
         shapes = (DimensionOrder.probe(b.get_kv_cache_shape) for b in self.attention_backends)
         # An allocator that keeps keys and values apart needs a fifth dimension of packed ones too.
         apart = (BLOCKS_FIRST,) if self.facts.cache_shape == "packed" else ()
         return (*dict.fromkeys(shapes), *apart)
-
-    def _order_by_flags(self) -> DimensionOrder:
-        worker, tpu_flag = self.worker, self.facts.tpu_flag
-        if worker.use_mla:
-            return LATENT
-        if tpu_flag and getattr(worker, tpu_flag):
-            return INTERLEAVED_HEADS
-        return BLOCKS_FIRST if worker._use_flashinfer else KEYS_FIRST
 
     def _orders_by_spec(self, spec: Any) -> tuple[DimensionOrder, ...]:
         from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
@@ -276,9 +271,7 @@ class ReleaseWorker:
 
     def computes_on_amx(self) -> bool:
         """True if the CPU backend computes some layer's attention with AMX, however it keeps it."""
-        if self.facts.shape_source == "flags":
-            return False
-        if "CPU_ATTN" not in self._names_of_backends():
+        if self.facts.shape_source == "flags" or "CPU_ATTN" not in self._names_of_backends():
             return False
         return any(self._cpus_kernels(tokens) == "amx" for tokens, _ in self._cpus_shapes())
 

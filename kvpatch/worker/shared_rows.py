@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 from kvpatch.worker.kv_cache_groups import transferred_groups
 from kvpatch.worker.recurrent_state import sizes_of_states
@@ -38,18 +37,13 @@ class Holder(Enum):
 
 
 class Region(NamedTuple):
-    """A part of every row, as a handshake states it.
-
-    Attributes:
-        offset: from where the first part of a row begins.
-    """
+    """A part of every row, as a handshake states it; counted from where the first one begins."""
 
     offset: int
     size_bytes: int
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
         return self.offset + self.size_bytes
 
 
@@ -120,19 +114,17 @@ class SharedRows:
 
     def is_cut_by_page(self) -> bool:
         """True if each region that is read for an attention block is a page of its group's."""
-        groups = {p.group for p in self.pages if p.holder in (Holder.HEADS, Holder.WHOLE)}
-        return all(self._is_group_cut_by_page(group) for group in groups)
-
-    def _is_group_cut_by_page(self, group: int) -> bool:
-        pages = {p.region: p.holder for p in self.pages if p.group == group}
-        end = max(region.end for region in pages)
-        found = [
-            region
-            for region, whole in zip(self.regions, self.whole, strict=True)
-            if pages.get(region) is (Holder.WHOLE if whole else Holder.HEADS)
-        ]
-        inside = [region for region in self.regions if region.offset < end]
-        return len(found) == len(pages) == len(inside)
+        holders = [Holder.WHOLE if whole else Holder.HEADS for whole in self.whole]
+        for group in {p.group for p in self.pages if p.holder in (Holder.HEADS, Holder.WHOLE)}:
+            pages = {p.region: p.holder for p in self.pages if p.group == group}
+            end = max(region.end for region in pages)
+            found = [
+                pages.get(r) is holder for r, holder in zip(self.regions, holders, strict=True)
+            ]
+            inside = [region for region in self.regions if region.offset < end]
+            if not sum(found) == len(pages) == len(inside):
+                return False
+        return True
 
     def misread_ring(self, ranks: tuple[int, int]) -> Page | None:
         """Returns a ring of which a share is read, where rows are cut by page."""
@@ -177,40 +169,33 @@ def shared_rows(release: ReleaseWorker) -> SharedRows | None:
         for layer in planned.layer_names
         if layer in worker.device_kv_caches
     )
+    has_groups = "region_group_ids" in facts.agent_metadata and not worker._has_mamba
+    has_groups = has_groups and worker._uses_region_group_mapping
     return SharedRows(
         regions_of(release.addresses, release.region_block_bytes),
         tuple(map(bool, worker._region_is_mla)),
         pages,
         int(worker.model_config.get_total_num_kv_heads()),
         worker._ple_block_len if "ple_block_len" in facts.agent_metadata else None,
-        _groups_of_regions(worker, facts),
+        tuple(worker.region_group_ids) if has_groups else (),
         max(worker.block_stride_per_layer, default=0),
     )
 
 
-def _groups_of_regions(worker: Any, facts: ReleaseFacts) -> tuple[int, ...]:
-    if "region_group_ids" not in facts.agent_metadata or worker._has_mamba:
-        return ()
-    return tuple(worker.region_group_ids) if worker._uses_region_group_mapping else ()
-
-
 def _held(release: ReleaseWorker, layer: str, first: int) -> tuple[Region, Holder]:
-    spec = release.spec_of(layer)
-    offset = release.worker.device_kv_caches[layer].data_ptr() - first
-    if hasattr(spec, "shapes"):
-        size = sum(sizes_of_states(spec))
-        return Region(offset, size), Holder.WHOLE_STATE if spec.tp_replicated else Holder.STATE
-    return Region(offset, int(spec.page_size_bytes)), _holder_of(spec)
-
-
-def _holder_of(spec: Any) -> Holder:
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,
         MLAAttentionSpec,
         SlidingWindowMLASpec,
     )
 
+    spec = release.spec_of(layer)
+    offset = release.worker.device_kv_caches[layer].data_ptr() - first
+    if hasattr(spec, "shapes"):
+        size = sum(sizes_of_states(spec))
+        return Region(offset, size), Holder.WHOLE_STATE if spec.tp_replicated else Holder.STATE
+    region = Region(offset, int(spec.page_size_bytes))
     if isinstance(spec, CircularBufferSpec):
-        return Holder.RING
+        return region, Holder.RING
     is_whole = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-    return Holder.WHOLE if is_whole else Holder.HEADS
+    return region, Holder.WHOLE if is_whole else Holder.HEADS

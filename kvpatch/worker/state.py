@@ -23,11 +23,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(eq=False)
 class State:
-    """The objects that kvpatch's modules keep for one owner, one object of each kind.
-
-    Attributes:
-        kept: the objects by their kind.
-    """
+    """The objects that kvpatch's modules keep for one owner, one object of each kind."""
 
     kept: dict[type, Any] = field(default_factory=dict, init=False)
 
@@ -47,11 +43,9 @@ class State:
         return self.kept.get(kind)
 
     def hold(self, value: object) -> None:
-        """Hands it an object of another's state."""
         self.kept[type(value)] = value
 
     def drop(self, kind: type) -> None:
-        """Forgets its object of a kind, if it has one."""
         self.kept.pop(kind, None)
 
 
@@ -88,7 +82,6 @@ class SchedulerState(State):
 
 
 def worker_state(worker: Any) -> WorkerState:
-    """Returns the state of a connector's worker half."""
     return _state(worker, WorkerState)
 
 
@@ -104,20 +97,14 @@ def release_worker(worker: Any) -> ReleaseWorker:
 
 
 def scheduler_state(scheduler: Any) -> SchedulerState:
-    """Returns the state of a connector's scheduler half."""
     return _state(scheduler, SchedulerState)
 
 
-def engine_state(core: Any) -> State:
-    """Returns the state of vLLM's own scheduler, with one connector or several, or of its block
-    manager, which may share it.
+def engine_state(owner: Any) -> State:
+    """Returns the state of another object of vLLM's: its own scheduler, with one connector or
+    several; its block manager, which may share it; the connector's metrics in the API server.
     """
-    return _state(core, State)
-
-
-def front_end_state(metrics: Any) -> State:
-    """Returns the state of the release's metrics of the connector's, in the API server."""
-    return _state(metrics, State)
+    return _state(owner, State)
 
 
 def share_with_manager(core: Any) -> None:
@@ -133,7 +120,6 @@ def connectors_of(core: Any) -> Iterator[Any]:
 
 
 def schedulers_of(core: Any) -> Iterator[Any]:
-    """The schedulers of these."""
     found = map(connector_scheduler, connectors_of(core))
     return (scheduler for scheduler in found if scheduler is not None)
 

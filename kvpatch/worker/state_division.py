@@ -59,13 +59,16 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
         return StateDivision(reason="this release may have a convolution's channels innermost")
     if getattr(spec, "tp_replicated", False):
         return StateDivision(reason="some are whole on every rank")
-    kind = _kind_of(spec)
+    found = spec.mamba_type
+    kind = str(getattr(found, "name", found)).upper()  # from 0.21 a member of an enumeration
     is_pair = len(spec.shapes) == 2 and len(spec.shapes[0]) == 2
     if not is_pair or kind not in ("MAMBA1", "MAMBA2", "GDN_ATTN"):
         return StateDivision(
             reason=f"{len(spec.shapes)} states of {kind} are none that kvpatch can divide"
         )
-    divided = _parts(kind, spec.shapes, ranks, _groups_of(model))
+    groups = {getattr(model, name, None) for name in _GROUPS}
+    numbers = [number for number in groups if isinstance(number, int)]
+    divided = _parts(kind, spec.shapes, ranks, numbers[0] if len(numbers) == 1 else None)
     if isinstance(divided, str):
         return StateDivision(reason=divided)
     (_, positions), (_, *inner) = spec.shapes
@@ -100,19 +103,6 @@ def divided_states(release: ReleaseWorker) -> dict[str, StateDivision]:
         for layer, spec in specs.items()
         if hasattr(spec, "shapes") and not getattr(spec, "tp_replicated", False)
     }
-
-
-def _kind_of(spec: Any) -> str:
-    """The name of its backend (from 0.21 a member of an enumeration), as 0.33 has it."""
-    found = spec.mamba_type
-    return str(getattr(found, "name", found)).upper()
-
-
-def _groups_of(model: Any) -> int | None:
-    """How many groups a model's configuration says that it has; None for nothing."""
-    found = {getattr(model, name, None) for name in _GROUPS}
-    numbers = [number for number in found if isinstance(number, int)]
-    return numbers[0] if len(numbers) == 1 else None
 
 
 def _parts(

@@ -19,17 +19,26 @@ CPU runs one step after the other.
 0.32.0). Linux lets a process use AMX only after it has asked. The CPU backend does not ask; PyTorch
 does before its first large matrix product. A worker whose first request is a load has computed
 none, so that its attention ends it with SIGILL.
+
+**Strides that nobody asks for** (<= 0.28). A release computes a block's address from the bytes of
+its shape. What it has computed stands on the worker as it registers the tensors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
 
@@ -97,23 +106,103 @@ def misread_states(
     if release.worker._is_csa_linear:  # a kind of its own, by its strides
         return False
     specs = release.worker._layer_specs
-    return any(
-        _is_misread(name, kv_caches, attention, int(specs[name].page_size_bytes))
-        for name in kv_caches.keys() - frozenset(attention)
-        if type(specs.get(name)).__name__ == "MambaSpec"
-    )
+    for name in kv_caches.keys() - frozenset(attention):
+        cache, spec = kv_caches[name], specs.get(name)
+        if type(spec).__name__ != "MambaSpec":
+            continue
+        if cache.stride(0) * cache.element_size() == int(spec.page_size_bytes):
+            continue
+        for order in (kv_caches, in_order(kv_caches)):  # 0.29's, and later ones'
+            first = next(one for one in order if kv_caches[one].data_ptr() == cache.data_ptr())
+            if first not in attention or not kv_caches[first][0].is_contiguous():
+                return True
+    return False
 
 
-def _is_misread(
-    name: str, kv_caches: Mapping[str, Any], attention: Collection[str], page_bytes: int
-) -> bool:
-    cache = kv_caches[name]
-    if cache.stride(0) * cache.element_size() == page_bytes:
-        return False
-    return not all(
-        first in attention and kv_caches[first][0].is_contiguous()
-        for first in (
-            next(other for other in order if kv_caches[other].data_ptr() == cache.data_ptr())
-            for order in (kv_caches, in_order(kv_caches))  # 0.29's, and later ones'
+@contextmanager
+def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> Iterator[None]:
+    """Refuses a registration, while inside, that computes other places than blocks have.
+
+    It does so before a transfer is prepared: NIXL's handles of a worker that was never made outlive
+    their agent, and end the process without a word.
+    """
+    check = partial(_refuse_other_strides, release, layers)
+    checked = _CheckedFirst(release.worker.nixl_wrapper, check)
+    with replaced(release.worker, nixl_wrapper=checked):
+        yield
+    checked.check()
+
+
+class _CheckedFirst(ObjectProxy):
+    """A NIXL agent that has something looked at before it prepares its first transfer."""
+
+    def __init__(self, agent: Any, check: Callable[[], None]) -> None:
+        super().__init__(agent)
+        self._self_check: Callable[[], None] | None = check
+
+    def check(self) -> None:
+        check, self._self_check = self._self_check, None
+        if check is not None:
+            check()
+
+    def prep_xfer_dlist(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+        return self.__wrapped__.prep_xfer_dlist(*args, **kwargs)
+
+
+def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
+    worker, facts = release.worker, release.facts
+    # From 0.29 the release asks for strides; of its own host buffer it has made them.
+    if release.has_own_mirror:
+        _refuse_other_copies(release, layers)
+    if release.has_own_mirror or facts.names_layouts:
+        return
+    regions = tuple(zip(release.addresses, release.region_block_bytes, strict=False))
+    # Of one allocation of all layers these releases make one region, and move its keys alone.
+    # kvcached's halves are registered as regions of their own.
+    has_halves = facts.cache_shape == "blocks first" and not worker.use_mla
+    has_halves = has_halves and not settings.is_kvcached_enabled()
+    if has_halves and int(worker.num_regions) <= len(regions):
+        raise RegistrationRefused(
+            "layers lie side by side in one allocation, of whose blocks this vLLM (0.23 to 0.25) "
+            "moves the first half",
+            "use vLLM 0.26 or later, or give each layer its own memory",
         )
-    )
+    for name, cache in layers.items():
+        for plane in cache.planes:
+            # Of several groups' layers some may have blocks that are not cut, or of more tokens.
+            parts = {1, max(1, plane.counts.block_tokens // int(worker.block_size))}
+            sizes = ((start, size * number) for start, size in regions for number in parts)
+            if not any(_lies_in(plane, start, size) for start, size in sizes):
+                found = ", ".join(map(str, sorted({size for _, size in regions})))
+                raise RegistrationRefused(
+                    f"blocks of {name} lie {plane.strides_bytes.block} bytes apart, and this vLLM "
+                    f"takes them to lie {found} apart: it would move other bytes. Expected a "
+                    "tensor of the backend's own strides",
+                    "set ENABLE_KVCACHED=true in every process of the engine where kvcached has "
+                    "made it, and have another allocator give each layer its own memory",
+                )
+
+
+def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
+    """Refuses tensors of which CUDA's and XPU's mirrors copy other blocks (<= 0.22).
+
+    Their copies take the second dimension for that of blocks.
+    """
+    is_second = release.facts.cache_shape == "keys first"
+    if not is_second or release.worker.device_type not in ("cuda", "xpu"):
+        return
+    for name, cache in layers.items():
+        if cache.order.dimensions.index("block") != 1:
+            raise RegistrationRefused(
+                f"blocks of {name} are the first dimension of its tensor, and this vLLM's own "
+                "host buffer copies by the second (<= 0.22)",
+                "set KVPATCH_HOST_BUFFER=always, or use vLLM 0.23 or later",
+            )
+
+
+def _lies_in(plane: Plane, address: int, block_bytes: int) -> bool:
+    if plane.counts.blocks > 1 and plane.strides_bytes.block != block_bytes:
+        return False
+    offset = plane.address - address
+    return 0 <= offset <= block_bytes - extent_bytes(plane.axes[1:], plane.item_bytes)

@@ -16,6 +16,7 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.tensor_facts import Memory
 
 from .reference import byte_offset
+from .whole_caches import as_array
 
 pytestmark = pytest.mark.geometry
 
@@ -68,19 +69,19 @@ def test_span_without_the_gap_behind_the_last_block() -> None:
 
 def test_as_array_is_a_writable_view_where_the_buffer_is() -> None:
     buffer = bytearray(range(200))
-    view = plane(address=1004).as_array(buffer, buffer_address=1000)
+    view = as_array(plane(address=1004), buffer, 1000)
     assert view.shape == (2, 2, 4, 3, 4)
     assert view[1, 0, 2, 1].tolist() == list(range(128, 132))
     view[0, 1, 0, 0] = 255
     assert buffer[52:56] == b"\xff" * 4
-    assert not plane(address=1004).as_array(bytes(200), 1000).flags.writeable
+    assert not as_array(plane(address=1004), bytes(200), 1000).flags.writeable
 
 
 @pytest.mark.parametrize(("address", "size"), [(1000, 191), (1001, 192), (999, 192)])
 def test_as_array_refuses_a_buffer_that_is_too_small(address: int, size: int) -> None:
-    assert plane(address=1000).as_array(np.zeros(192, np.uint8), 1000).size == 192
-    with pytest.raises(UnreadableGeometry, match=r"model\.layers\.3\.attn.*inside"):
-        plane(address=address).as_array(np.zeros(size, np.uint8), 1000)
+    assert as_array(plane(address=1000), np.zeros(192, np.uint8), 1000).size == 192
+    with pytest.raises(AssertionError, match=r"model\.layers\.3\.attn.*(before|behind)"):
+        as_array(plane(address=address), np.zeros(size, np.uint8), 1000)
 
 
 @pytest.mark.parametrize(

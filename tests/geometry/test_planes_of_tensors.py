@@ -18,6 +18,7 @@ from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .reference import positions
+from .whole_caches import as_array
 
 pytestmark = pytest.mark.geometry
 
@@ -225,7 +226,7 @@ def test_reading_gives_the_logical_content(drawn: Any) -> None:
     planes = read_planes(LAYER, described, order, key_order)
     for plane in planes:
         value = int(plane.content is Content.VALUE)
-        view = plane.as_array(raw, BASE)
+        view = as_array(plane, raw, BASE)
         assert view.shape == (*plane.counts, plane.item_bytes)
         for (block, head, token, channel), address in positions(plane):
             index = {
@@ -261,8 +262,8 @@ def test_cpu_cache_as_its_kernel_addresses_it(packed: bool) -> None:
             value_start = key_start + (piece if packed else total // 2)
             for token in range(tokens):
                 for channel in range(channels):
-                    key = keys.as_array(storage, BASE)[block, head, token, channel]
-                    value = values.as_array(storage, BASE)[block, head, token, channel]
+                    key = as_array(keys, storage, BASE)[block, head, token, channel]
+                    value = as_array(values, storage, BASE)[block, head, token, channel]
                     assert int(key.view(np.uint16)[0]) == key_start + channel * tokens + token
                     assert int(value.view(np.uint16)[0]) == value_start + token * channels + channel
 

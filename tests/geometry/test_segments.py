@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,15 @@ def pairs(draw: st.DrawFn) -> tuple[BlockList, BlockList, int, int]:
     return lists[0], lists[1], first, end
 
 
+def as_array(segments: Segments) -> Any:
+    return np.stack([getattr(segments, field.name) for field in fields(segments)], axis=1)
+
+
 def each_token(segments: Segments) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return [
         ((remote_block, remote_offset + step), (local_block, local_offset + step))
         for remote_block, remote_offset, local_block, local_offset, tokens in (
-            segments.as_array().tolist()
+            as_array(segments).tolist()
         )
         for step in range(tokens)
     ]
@@ -62,7 +67,7 @@ def test_every_token_once_in_order_at_its_own_place(drawn: Any) -> None:
     ]
     borders = remote.block_ids.size + local.block_ids.size
     assert len(segments) <= borders, "a segment ends where a block does"
-    array = segments.as_array()
+    array = as_array(segments)
     assert (array[:, 4] >= 1).all()
     assert (array[:, 1] + array[:, 4] <= remote.block_tokens).all()
     assert (array[:, 3] + array[:, 4] <= local.block_tokens).all()

@@ -23,6 +23,7 @@ from .planned import plan_copy
 from .reference import byte_offset, execute, slow_zero
 from .test_direct_plan import DRAM, SOURCE, TARGET, Side, expected_of, noise
 from .test_staged_plan import chunks_of, do
+from .whole_caches import as_array
 
 pytestmark = pytest.mark.geometry
 
@@ -79,7 +80,7 @@ def test_planes_show_the_rows_that_were_packed(order: KeyOrder, tokens: int, cha
     planes = planes_at(order, tokens, SOURCE, channels)
 
     for plane, wanted in zip(planes, rows, strict=True):
-        assert plane.as_array(raw, SOURCE).view(np.uint16)[..., 0].tobytes() == wanted.tobytes()
+        assert as_array(plane, raw, SOURCE).view(np.uint16)[..., 0].tobytes() == wanted.tobytes()
         for place in [
             (0, 0, 0, 0),
             (1, 1, 17, 5),
@@ -104,7 +105,7 @@ def test_keys_and_values_apart(tokens: int) -> None:
     planes = read_planes("layer.0", facts, KEYS_FIRST, KeyOrder.TILED)
 
     for plane, wanted in zip(planes, rows, strict=True):
-        assert plane.as_array(raw, SOURCE).view(np.uint16)[..., 0].tobytes() == wanted.tobytes()
+        assert as_array(plane, raw, SOURCE).view(np.uint16)[..., 0].tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("order", [KeyOrder.COLUMN_MAJOR, KeyOrder.TILED])
@@ -225,7 +226,7 @@ def test_tiles_that_are_taken_for_something_else_are_noticed(taken_for: KeyOrder
     found = bytearray(_BLOCKS * _HEADS * 2 * 32 * 32 * 2)
     execute(plan, source, SOURCE, found, TARGET)
     shown = [
-        plane.as_array(bytes(found), TARGET).view(np.uint16)[..., 0]
+        as_array(plane, bytes(found), TARGET).view(np.uint16)[..., 0]
         for plane in planes_at(KeyOrder.TILED, 32, TARGET)
     ]
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -153,3 +157,21 @@ LAYOUTS = MappingProxyType({layout.name: layout for layout in _ALL})
 def named_layout(name: str) -> Layout:
     """The layout of that name."""
     return LAYOUTS[name]
+
+
+def as_array(plane: Plane, buffer: Any, buffer_address: int) -> npt.NDArray[np.uint8]:
+    """A plane's bytes as a view [block, head, token, channel, byte of the item].
+
+    Of a tiled plane it is a copy. `buffer_address` is that of the buffer's first byte.
+    """
+    raw = np.frombuffer(buffer, dtype=np.uint8)
+    start, end = plane.span()
+    assert buffer_address <= start, f"{plane} begins before {buffer_address:#x}"
+    assert end <= buffer_address + raw.size, f"{plane} ends behind {raw.size} bytes"
+    sizes, strides = zip(*plane.axes, strict=True)
+    view = np.lib.stride_tricks.as_strided(
+        raw[start - buffer_address :],
+        shape=(*sizes, plane.item_bytes),
+        strides=(*strides, 1),
+    )
+    return view.reshape(*plane.counts, plane.item_bytes)

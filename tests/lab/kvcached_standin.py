@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from kvpatch.kvcached import transports
-from kvpatch.transfer import backing
-from kvpatch.transfer.network_cards import Port
+from kvpatch.kvcached.transports import Port
+from kvpatch.load import mapped_pages
 from tests.releases import kvcached
 
 from .compare import Array
@@ -180,7 +180,7 @@ def compiled() -> _Compiled:
 def use_pages(size_bytes: int) -> None:
     """Makes this the size of a page, to the allocator and to what stands in for the driver."""
     _COMPILED.page_bytes = size_bytes
-    backing.driver = lambda: backing.Driver(_allocation_at, size_bytes)
+    mapped_pages.driver = lambda: mapped_pages.Driver(_allocation_at, size_bytes)
     card = os.environ.get(CARD)
     if card:
         transports.active_ports = lambda: (Port(card, "1", "InfiniBand"),)

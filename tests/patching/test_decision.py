@@ -23,8 +23,7 @@ from kvpatch.peer.decision import LocalCache, Read, Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
-from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
-from kvpatch.worker.local_geometry import units_of
+from kvpatch.worker.local_geometry import KernelBlockSizes, units_of
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import PACKED

@@ -14,7 +14,6 @@ import pytest
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
-from kvpatch.host_buffer.host_buffer_links import put_back
 from kvpatch.host_buffer.policy import (
     block_bytes_of,
     host_blocks_in,
@@ -22,6 +21,7 @@ from kvpatch.host_buffer.policy import (
     refuse_shares,
 )
 from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog
+from kvpatch.patches.host_buffer import put_back
 from kvpatch.worker.envelope import SAVES
 
 ALONE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
+from kvpatch.worker.local_geometry import KernelBlockSizes
 
 pytestmark = pytest.mark.patching
 

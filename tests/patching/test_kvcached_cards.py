@@ -13,13 +13,13 @@ import pytest
 
 from kvpatch.core.errors import RegistrationRefused, SettingsError
 from kvpatch.kvcached import transports
-from kvpatch.kvcached.transports import refuse_cards
-from kvpatch.transfer.network_cards import (
+from kvpatch.kvcached.transports import (
     Port,
     active_ports,
     beside_ucx,
     has_cards_transports,
     ports_in_play,
+    refuse_cards,
 )
 
 pytestmark = pytest.mark.patching

@@ -16,8 +16,8 @@ import torch
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.kvcached.pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.load import mapped_pages as kvcached_pages
+from kvpatch.load.mapped_pages import Driver, driver, filler_of
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.transfer.backing import Driver, driver, filler_of
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import (
@@ -184,7 +184,7 @@ class TestPages:
             page = (address - base) // 256
             return 1000 + page if page in mapped else _FILLER
 
-        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: Driver(allocation_at, 64))
+        monkeypatch.setattr(kvcached_pages, "driver", lambda: Driver(allocation_at, 64))
         return kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
 
     def _refuse(self, pages, blocks, group=_ATTENTION):
@@ -214,7 +214,7 @@ class TestPages:
         self._refuse(self._pages(monkeypatch, {2, 10}), [0, 2])
 
     def test_without_a_driver_nothing_is_looked_for(self, monkeypatch):
-        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: None)
+        monkeypatch.setattr(kvcached_pages, "driver", lambda: None)
         tensors = _halves(layers=1)
 
         pages = kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
@@ -255,7 +255,7 @@ class TestDriver:
         build = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
         subprocess.run(build, check=True)
         asked = (
-            "import ctypes, sys; from kvpatch.transfer.backing import driver\n"
+            "import ctypes, sys; from kvpatch.load.mapped_pages import driver\n"
             "assert driver() is None\n"
             "fake = ctypes.CDLL(sys.argv[1]); found = driver()\n"
             "print(found.allocation_at(0x1f0_0020_0000), found.allocation_at(4096),\n"

@@ -23,7 +23,7 @@ from kvpatch.observe.catalogue import (
 )
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.telemetry import Telemetry
+from kvpatch.transfer.own_read import Telemetry
 
 pytestmark = pytest.mark.patching
 

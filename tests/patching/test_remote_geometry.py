@@ -28,9 +28,13 @@ from kvpatch.peer.homogeneous_view import (
     homogeneous_metadata,
 )
 from kvpatch.peer.remote_geometry import peer_regions
-from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
 from kvpatch.worker.kv_cache_groups import Group, hides_ends_of_lists
-from kvpatch.worker.local_geometry import LocalGeometry, cross_layer_groups_of, units_of
+from kvpatch.worker.local_geometry import (
+    KernelBlockSizes,
+    LocalGeometry,
+    cross_layer_groups_of,
+    units_of,
+)
 from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
 from tests.geometry.whole_caches import CacheSizes, named_layout

@@ -15,7 +15,7 @@ from kvpatch.tools.verify.compare import (
     join_ranks,
 )
 from kvpatch.worker.state_division import StateDivision
-from tests.geometry.whole_caches import LAYOUTS, CacheSizes
+from tests.geometry.whole_caches import LAYOUTS, CacheSizes, as_array
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -55,7 +55,7 @@ def _fingerprints(
     block_ids = [7, 2, 9, 4, 1, 11, 3, 8, 5, 10, 6][: -(-_TOKENS // list_tokens)]
     own_ids = [block * split + part for block in block_ids for part in range(split)]
     for plane in planes:
-        view = plane.as_array(memory, tensor.data_ptr())
+        view = as_array(plane, memory, tensor.data_ptr())
         for token in range(_TOKENS):
             block, offset = own_ids[token // block_tokens], token % block_tokens
             view[block, :, offset] = content[plane.content][token, heads]
@@ -113,8 +113,8 @@ def test_keys_taken_for_row_major_matter() -> None:
     right, wrong = (
         LAYOUTS[name].planes(sizes, 0, Memory("DRAM"))[0] for name in ("CPU_split", "HND")
     )
-    right.as_array(memory, 0)[0, :, :_TOKENS] = content[Content.KEY].swapaxes(0, 1)
-    read = wrong.as_array(memory, 0)[0, :, :_TOKENS].swapaxes(0, 1).reshape(_TOKENS, _HEADS, -1)
+    as_array(right, memory, 0)[0, :, :_TOKENS] = content[Content.KEY].swapaxes(0, 1)
+    read = as_array(wrong, memory, 0)[0, :, :_TOKENS].swapaxes(0, 1).reshape(_TOKENS, _HEADS, -1)
     expected = content[Content.KEY].reshape(_TOKENS, _HEADS, -1)
     assert digest_heads("key", 0, read) != digest_heads("key", 0, expected)
 

@@ -15,7 +15,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 
 #: [layer, keys or values, head, token, channel, byte]
 Request = npt.NDArray[np.uint8]
@@ -80,7 +80,7 @@ class Engine:
 
     def view(self, plane: Plane) -> npt.NDArray[np.uint8]:
         """[block, head, token, channel, byte]; writes reach the cache."""
-        return plane.as_array(self.memory.numpy(), self.address)
+        return as_array(plane, self.memory.numpy(), self.address)
 
     def write(self, plane: Plane, values: npt.NDArray[np.uint8], first_token: int) -> None:
         """[head, token, channel, byte] to their places."""

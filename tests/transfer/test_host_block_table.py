@@ -191,7 +191,7 @@ class _TakesWhatIsHeld(HostBlockTable):
     """A fault, for the control: host blocks are taken whoever holds them."""
 
     def _take(self) -> int:
-        self._turn = (getattr(self, "_turn", -1) + 1) % self._size
+        self._turn = (getattr(self, "_turn", -1) + 1) % self.size
         self._idle.pop(self._turn, None)
         block = self._block_in[self._turn]
         if block is not None:

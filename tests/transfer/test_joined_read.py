@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvpatch.transfer.joined_read import JoinedRead
-from kvpatch.transfer.own_read import OwnRead
-from kvpatch.transfer.telemetry import Telemetry
+from kvpatch.transfer.own_read import JoinedRead, OwnRead, Telemetry
 
 
 class nixlBind:  # noqa: N801 - where NIXL's errors are looked for, by this name

@@ -14,7 +14,7 @@ from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import zero_tokens
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 
 pytestmark = pytest.mark.patching
 
@@ -31,7 +31,7 @@ def noise() -> torch.Tensor:
 def zeroed_one_by_one(memory, planes):
     wanted = memory.numpy().copy()
     for plane in planes:
-        view = plane.as_array(wanted, memory.data_ptr())
+        view = as_array(plane, wanted, memory.data_ptr())
         view[7, :, 5:] = 0
         view[2] = 0
     return wanted

@@ -300,7 +300,7 @@ def test_nothing_is_kept_of_readers_and_peers_that_are_gone(pool):
         pool.give(space)
         leave(pool, reader)
     take(pool, Reader(), "q", 10)
-    assert len(pool._queues) + len(pool._held) <= 2
+    assert len(pool._queues) + len(pool._owner) <= 2
 
 
 def test_a_pool_for_which_there_is_too_little_memory_is_smaller(caplog):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvpatch.transfer.telemetry import Tally, Telemetry, sum_of
+from kvpatch.transfer.own_read import Tally, Telemetry, sum_of
 
 
 class _Counts:

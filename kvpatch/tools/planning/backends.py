@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder
-from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
+from kvpatch.worker.local_geometry import KernelBlockSizes
 from kvpatch.worker.release_worker import LATENT, LATENT_HEADS, PACKED
 
 
