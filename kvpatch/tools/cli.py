@@ -165,7 +165,7 @@ def plan(
     with exit_statuses():
         _require_extra("plan", "cli", "numpy", "yaml")
         from kvpatch.tools.planning.arguments import read_arguments
-        from kvpatch.tools.planning.plan import plan_pair, show
+        from kvpatch.tools.planning.plan import plan_pair
 
         of_both = {
             "release": release,
@@ -177,7 +177,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        show(found, Console())
+        found.show(Console())
     raise typer.Exit(0 if found.serves else 1)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.peer.description import FULL, LATENT, WINDOW, Caches, Layer
-from kvpatch.tools.planning.arguments import as_mapping
-from kvpatch.tools.planning.known_names import DESCRIBE, known
+from kvpatch.tools.planning.arguments import DESCRIBE, as_mapping, known
 
 #: Where config.json gives a window and does not name the layers that have it: each n-th layer has
 #: full attention, or none has.
