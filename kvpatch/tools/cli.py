@@ -287,14 +287,13 @@ def _verify_workers(asked: Options, console: Console) -> bool:
 def _verify_engines(asked: Options, console: Console) -> bool:
     """Says what differs; the rest goes to a file."""
     _require_extra("verify", "serve", "httpx", "numpy")
-    from kvpatch.tools.verify import report, run
+    from kvpatch.tools.verify import compare, run
 
     console.print(f"logs and results: {asked.work_dir}", soft_wrap=True, highlight=False)
     found = run.until_signal(run.verify(asked, console))
     results = asked.work_dir / "equivalence.jsonl"
-    report.write_json_lines(results, report.json_lines(found))
-    said = (*report.errors(found), *report.differences(found), *report.summary(found))
-    for line in (*said, f"one JSON line per case: {results}"):
+    compare.write_json_lines(results, compare.json_lines(found))
+    for line in (*compare.sentences(found), f"one JSON line per case: {results}"):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     return found.passed
 
