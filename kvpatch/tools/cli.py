@@ -21,7 +21,7 @@ from kvpatch.tools.verify.setups import Options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpatch.tools.doctor import Diagnosis, Upgrade
+    from kvpatch.tools.doctor import Diagnosis
     from kvpatch.tools.engine_report import EngineReport
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ def doctor(
     """
     from rich.console import Console
 
-    found: Diagnosis | Upgrade | EngineReport
+    found: Diagnosis | EngineReport
     with exit_statuses():
         if url is not None:
             from kvpatch.tools.engine_report import report_of
