@@ -1,4 +1,4 @@
-"""How an engine is doing, in sentences, from the metrics that it shows."""
+"""How an engine is doing, in sentences, from the metrics that its API server shows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
+from kvpatch.core.errors import LOOK_INTO_LOG, BadOptions, RequestFailed
+from kvpatch.core.text import one_line
 from kvpatch.peer.description import unpacked
-from kvpatch.tools.api_server import METRICS, labels_of, text_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SCHEMES = ("http://", "https://")
+METRICS = "/metrics"
+
+_TIMEOUT_SECONDS = 10.0
+#: More than the metrics of any engine; whoever answers without an end is no engine.
+_MOST_BYTES = 64 * 1024**2
+_LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_ESCAPE = re.compile(r"\\.")
 
 _SAMPLE = re.compile(
     r"^(kvpatch_\w+)(?:\{(.*)\})? ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE
@@ -28,36 +42,43 @@ _WAYS = {
 #: By a metric and values of its label: what is said of as many loads, and of digests' alarms.
 _CHECKS = (
     (
-        *("load_holds_total", ("gone", "expired")),
+        "load_holds_total",
+        ("gone", "expired"),
         "{:.0f} of them failed since P let go of their blocks before they had been read, or may "
         "have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from that "
         "(docs/explanation/stale_blocks.md).",
     ),
     (
-        *("load_holds_total", ("held",)),
+        "load_holds_total",
+        ("held",),
         "Of {:.0f} loads P has said that it held the blocks to the last byte.",
     ),
     (
-        *("load_holds_total", ("unproven",)),
+        "load_holds_total",
+        ("unproven",),
         "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
         "answer came without kvpatch_hold.",
     ),
     (
-        *("load_digests_total", ("checked", "partly", "alarm")),
+        "load_digests_total",
+        ("checked", "partly", "alarm"),
         "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had computed.",
     ),
     (
-        *("load_digests_total", ("alarm",)),
+        "load_digests_total",
+        ("alarm",),
         "Each of these has failed: the engine's log says in which layers, heads and tokens "
         "(docs/explanation/digests.md).",
     ),
     (
-        *("load_digests_total", ("partly",)),
+        "load_digests_total",
+        ("partly",),
         "Of {:.0f} of the compared loads some tokens were compared with nothing "
         "(docs/explanation/digests.md).",
     ),
     (
-        *("load_digests_total", ("unchecked",)),
+        "load_digests_total",
+        ("unchecked",),
         "{:.0f} loads were not compared with digests, or not wholly.",
     ),
 )
@@ -72,8 +93,7 @@ class EngineReport:
     """The report of ``kvpatch doctor --url``.
 
     Attributes:
-        sentences: what was found, and what to do about it.
-        healthy: whether no load failed and nothing was refused.
+        healthy: True if no load failed and nothing was refused.
     """
 
     sentences: tuple[str, ...]
@@ -102,14 +122,13 @@ def report_of(url: str) -> EngineReport:
 def values_of(text: str) -> Values:
     """kvpatch's metrics in Prometheus' text; what several engines or ranks show is added up."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for name, labels, value in _SAMPLE.findall(text):
-        own = [v for label, v in labels_of(labels).items() if label not in _OF_VLLM]
-        found[name]["".join(own)] += float(value)
+    for name, labels, value in samples_of(text):
+        own = [v for label, v in labels.items() if label not in _OF_VLLM]
+        found[name]["".join(own)] += value
     return found
 
 
 def report(values: Values) -> EngineReport:
-    """In sentences."""
     if not values:
         return EngineReport(
             (
@@ -166,7 +185,6 @@ def _not_received(values: Values) -> float:
 
 
 def _checks(values: Values) -> Iterator[str]:
-    """Yields what P's holds and digests say of loads."""
     for name, labels, sentence in _CHECKS:
         counts = _of(values, name)
         count = sum(counts.get(label, 0) for label in labels)
@@ -218,3 +236,44 @@ def _host_buffer(values: Values) -> Iterator[str]:
         )
     if waiting:
         yield "More KVPATCH_HOST_BUFFER_BYTES let them begin."
+
+
+# --- what an API server answers -------------------------------------------------------------
+
+
+def text_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+    """Returns what an API server answers to a GET, if that is no error.
+
+    Raises:
+        BadOptions: that is no URL.
+        RequestFailed: it does not answer, or with an error.
+    """
+    if not url.startswith(SCHEMES):
+        raise BadOptions(f"{url} is no URL of an API server", "give one like http://127.0.0.1:8000")
+    address = f"{url.rstrip('/')}{path}"
+    try:
+        with urlopen(address, timeout=timeout_seconds) as response:
+            body = response.read(_MOST_BYTES + 1)
+            if len(body) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes came")
+            return str(body.decode(errors="replace"))
+    except HTTPError as error:
+        error.close()
+        raise RequestFailed(
+            one_line(f"{address}: HTTP {error.code}: {error.reason}"), LOOK_INTO_LOG
+        ) from error
+    except (URLError, HTTPException, OSError, ValueError) as error:
+        why = error.reason if isinstance(error, URLError) else error
+        raise RequestFailed(
+            one_line(f"{address} does not answer: {why}"), "start the engine, or give its own URL"
+        ) from error
+
+
+def samples_of(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """kvpatch's samples in Prometheus' text: the metric, its labels, the value."""
+    for name, labels, value in _SAMPLE.findall(text):
+        named = {
+            label: _ESCAPE.sub(lambda found: _ESCAPES.get(found[0], found[0]), escaped)
+            for label, escaped in _LABEL.findall(labels)
+        }
+        yield name, named, float(value)
