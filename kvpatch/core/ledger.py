@@ -9,9 +9,11 @@ a wrong answer, so anything else than what we know is refused.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CellType, FunctionType, ModuleType
@@ -21,7 +23,6 @@ import wrapt
 
 from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
-from kvpatch.core.overrides import bypassing
 from kvpatch.core.releases import ReleaseFacts
 
 #: Called in place of a method, as ``wrapper(wrapped, instance, ...)`` with the method's arguments,
@@ -239,12 +240,8 @@ class Ledger:
         return found
 
     def _replace(self, slug: str, owner: type, name: str, ours: Any) -> None:
-        change = _Change(slug, owner, name, vars(owner)[name], None, ours)
-        if ours is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, ours)
-        self._changes.append(change)
+        self._changes.append(_Change(slug, owner, name, vars(owner)[name], None, ours))
+        _put(owner, name, ours)
 
     def undo(self) -> list[str]:
         """Restores what was there before, last change first.
@@ -257,10 +254,8 @@ class Ledger:
             change.turn_off()
             if vars(change.owner).get(change.name, _MISSING) is not change.ours:
                 left.append(change)
-            elif change.before is _MISSING:
-                delattr(change.owner, change.name)
             else:
-                setattr(change.owner, change.name, change.before)
+                _put(change.owner, change.name, change.before)
         self._changes = left[::-1]
         return [f"{_named(c.owner)}.{c.name}" for c in left]
 
@@ -299,6 +294,13 @@ class Ledger:
             change.ours = wrapt.FunctionWrapper(target, _bound(wrapper), enabled=enabled)
         setattr(owner, name, change.ours)
         self._changes.append(change)
+
+
+def _put(owner: type | ModuleType, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def _bound(wrapper: Wrapper) -> Callable[..., Any]:
@@ -430,3 +432,67 @@ def parameters_of(attribute: Any) -> tuple[str, ...]:
     }
     found = inspect.signature(function).parameters.values()
     return tuple(marks.get(p.kind, "") + p.name for p in found)
+
+
+# --- methods of subclasses that would leave out a wrapper of their base's method ---------------
+
+#: What is inside these may not be evaluated, or later.
+_CONDITIONAL = (
+    *(ast.If, ast.For, ast.While, ast.Match, ast.IfExp, ast.BoolOp, ast.ExceptHandler),
+    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ListComp, ast.GeneratorExp),
+)
+
+
+def bypassing(owner: type, name: str) -> type | None:
+    """The first of vLLM's subclasses whose own method does not always call its base's.
+
+    Subclasses of others are not constructed by vLLM, and kvcached's own patch is superseded.
+    """
+    for kind in _subclasses(owner):
+        method = vars(kind).get(name)
+        if method is None or kvcacheds_patch.is_theirs(name, method):
+            continue
+        if kind.__module__.startswith("vllm.") and not _always_calls_base(method, name):
+            return kind
+    return None
+
+
+def _subclasses(owner: type) -> Iterator[type]:
+    kind: type
+    for kind in owner.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)
+
+
+def _always_calls_base(method: Any, name: str) -> bool:
+    """True if each call of it comes to ``super().name(...)``, but for one that raises."""
+    function: Callable[..., Any] = inspect.unwrap(getattr(method, "__func__", method))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False  # nobody can say
+    for statement in getattr(tree.body[0], "body", ()):
+        if any(_is_base(node, name) for node in _evaluated(statement)):
+            return True
+        if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+            return False
+    return False
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a statement that is evaluated whenever it is reached."""
+    if isinstance(node, _CONDITIONAL):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _evaluated(child)
+
+
+def _is_base(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    )

@@ -150,7 +150,7 @@ def diagnose() -> Diagnosis:
 
 def _not_loaded() -> list[str]:
     """Why vLLM's processes do not load kvpatch, or enable it."""
-    found, plugins = [], settings.vllm_plugins()
+    found, plugins = [], settings.variable("VLLM_PLUGINS")
     if not settings.is_enabled():
         found.append(f"{settings.ENABLE} is not on: set {settings.ENABLE}=true")
     if plugins is not None and "kvpatch" not in plugins.split(","):

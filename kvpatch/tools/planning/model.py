@@ -71,7 +71,7 @@ def caches_of(
 
 def find_config(model: str, given: Path | None) -> Path:
     """Finds a model's config.json: the given one, a folder's, or the hub cache's newest."""
-    cache, home = settings.hub_folders()
+    cache, home = settings.variable("HF_HUB_CACHE"), settings.variable("HF_HOME")
     hub = Path(cache) if cache else Path(home or Path.home() / ".cache" / "huggingface") / "hub"
     snapshots = (hub / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
     newest = sorted(snapshots, key=lambda path: path.stat().st_mtime)[-1:]
