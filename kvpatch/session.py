@@ -63,7 +63,12 @@ class Session:
         for complaint in settings.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True
-        self._find_release()
+        self._vllm, self._build, self._problem = None, None, ""
+        try:
+            self._vllm = installed_vllm()
+            self._build = installed_build()
+        except ReleaseNotKnown as error:
+            self._problem = str(error)
         self._rows = {slug: self._before_import(slug) for slug in SLUGS}
         if self._problem:
             _LOG.error("%s", self.status().summary())
@@ -101,14 +106,6 @@ class Session:
             problem=self._problem,
             patches=tuple(self._rows.values()),
         )
-
-    def _find_release(self) -> None:
-        self._vllm, self._build, self._problem = None, None, ""
-        try:
-            self._vllm = installed_vllm()
-            self._build = installed_build()
-        except ReleaseNotKnown as error:
-            self._problem = str(error)
 
     @property
     def _moved(self) -> Mapping[str, str]:
@@ -179,9 +176,7 @@ class Session:
         return not set(_DO_KVCACHEDS_PART) & set(settings.disabled_slugs())
 
     def _supersede(self) -> None:
-        if not self._does_kvcacheds_part():
-            return
-        places = self._ledger.supersede(_SUPERSEDING)
+        places = self._ledger.supersede(_SUPERSEDING) if self._does_kvcacheds_part() else []
         if places:
             _LOG.info("kvpatch takes the place of kvcached's own NIXL patch: %s", ", ".join(places))
 
@@ -226,23 +221,20 @@ class Session:
         if behind:
             _LOG.info(
                 "kvpatch: %s takes the place of kvcached's own NIXL patch at %s",
-                patch.slug,
-                ", ".join(behind),
+                *(patch.slug, ", ".join(behind)),
             )
         return PatchStatus(patch.slug, "applied")
 
     def _trip(self, module: ModuleType, status: Status) -> None:
         """Makes constructing the connector raise, and says so now."""
         names = tuple(dict.fromkeys(place.owner for place in CONNECTORS))
-        classes = [vars(module).get(name) for name in names]
-        found = [c for c in classes if isinstance(c, type)]
+        found = [c for c in map(vars(module).get, names) if isinstance(c, type)]
         _LOG.error("%s", status.summary())
         if not found:
             _LOG.error(
                 "kvpatch: %s defines none of %s, so that nothing stops the connector: "
                 "do not serve with it",
-                module.__name__,
-                ", ".join(names),
+                *(module.__name__, ", ".join(names)),
             )
         for connector in found:
             self._ledger.wrap(_TRIPWIRE, connector, "__init__", self._refuse_construction)
