@@ -40,48 +40,35 @@ _WAYS = {
     "host_buffer": "through the host buffer",
 }
 #: By a metric and values of its label: what is said of as many loads, and of digests' alarms.
-_CHECKS = (
-    (
-        "load_holds_total",
-        ("gone", "expired"),
-        "{:.0f} of them failed since P let go of their blocks before they had been read, or may "
-        "have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from that "
-        "(docs/explanation/stale_blocks.md).",
-    ),
-    (
-        "load_holds_total",
-        ("held",),
-        "Of {:.0f} loads P has said that it held the blocks to the last byte.",
-    ),
-    (
-        "load_holds_total",
-        ("unproven",),
-        "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
-        "answer came without kvpatch_hold.",
-    ),
-    (
-        "load_digests_total",
-        ("checked", "partly", "alarm"),
-        "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had computed.",
-    ),
-    (
-        "load_digests_total",
-        ("alarm",),
-        "Each of these has failed: the engine's log says in which layers, heads and tokens "
-        "(docs/explanation/digests.md).",
-    ),
-    (
-        "load_digests_total",
-        ("partly",),
-        "Of {:.0f} of the compared loads some tokens were compared with nothing "
-        "(docs/explanation/digests.md).",
-    ),
-    (
-        "load_digests_total",
-        ("unchecked",),
-        "{:.0f} loads were not compared with digests, or not wholly.",
-    ),
-)
+_CHECKS = {
+    "load_holds_total": {
+        ("gone", "expired"): (
+            "{:.0f} of them failed since P let go of their blocks before they had been read, or "
+            "may have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from "
+            "that (docs/explanation/stale_blocks.md)."
+        ),
+        ("held",): "Of {:.0f} loads P has said that it held the blocks to the last byte.",
+        ("unproven",): (
+            "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
+            "answer came without kvpatch_hold."
+        ),
+    },
+    "load_digests_total": {
+        ("checked", "partly", "alarm"): (
+            "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had "
+            "computed."
+        ),
+        ("alarm",): (
+            "Each of these has failed: the engine's log says in which layers, heads and tokens "
+            "(docs/explanation/digests.md)."
+        ),
+        ("partly",): (
+            "Of {:.0f} of the compared loads some tokens were compared with nothing "
+            "(docs/explanation/digests.md)."
+        ),
+        ("unchecked",): "{:.0f} loads were not compared with digests, or not wholly.",
+    },
+}
 _MIB = 1024**2
 
 #: By metric, by the value of its own label, over all engines behind one API server.
@@ -138,7 +125,7 @@ def report(values: Values) -> EngineReport:
             ),
             healthy=False,
         )
-    refused = sum(_of(values, "refusals_total").values())
+    refused = _sum(values, "refusals_total")
     parts = (_engine, _loads, _checks, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
     return EngineReport(sentences, healthy=not (_not_received(values) or refused))
@@ -146,6 +133,10 @@ def report(values: Values) -> EngineReport:
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
     return values.get(f"kvpatch_{name}", {})
+
+
+def _sum(values: Values, name: str) -> float:
+    return sum(_of(values, name).values())
 
 
 def _engine(values: Values) -> Iterator[str]:
@@ -167,7 +158,7 @@ def _engine(values: Values) -> Iterator[str]:
 
 
 def _loads(values: Values) -> Iterator[str]:
-    total, failed = sum(_of(values, "loads_total").values()), _not_received(values)
+    total, failed = _sum(values, "loads_total"), _not_received(values)
     if not total:
         yield "Its workers have loaded nothing yet: it is a P, or nobody has asked."
         return
@@ -185,11 +176,12 @@ def _not_received(values: Values) -> float:
 
 
 def _checks(values: Values) -> Iterator[str]:
-    for name, labels, sentence in _CHECKS:
+    for name, sentences in _CHECKS.items():
         counts = _of(values, name)
-        count = sum(counts.get(label, 0) for label in labels)
-        if count:
-            yield sentence.format(count, counts.get("alarm", 0))
+        for labels, sentence in sentences.items():
+            count = sum(counts.get(label, 0) for label in labels)
+            if count:
+                yield sentence.format(count, counts.get("alarm", 0))
 
 
 def _reads(values: Values) -> Iterator[str]:
@@ -215,20 +207,20 @@ def _refusals(values: Values) -> Iterator[str]:
 
 
 def _pool(values: Values) -> Iterator[str]:
-    waits = sum(_of(values, "staging_pool_waits_total").values())
-    size_bytes = sum(_of(values, "staging_pool_bytes").values())
+    waits = _sum(values, "staging_pool_waits_total")
+    mib = _sum(values, "staging_pool_bytes") / _MIB
     reads = _of(values, "reads_total")
     pooled = reads.get("staged", 0) + reads.get("host_buffer", 0)
     if waits:
         yield (
-            f"{waits:.0f} of {pooled:.0f} reads through staging pools of {size_bytes / _MIB:.0f} "
-            "MiB in all had to wait for room: more KVPATCH_STAGING_BYTES keep them from that."
+            f"{waits:.0f} of {pooled:.0f} reads through staging pools of {mib:.0f} MiB in all had "
+            "to wait for room: more KVPATCH_STAGING_BYTES keep them from that."
         )
 
 
 def _host_buffer(values: Values) -> Iterator[str]:
     blocks = _of(values, "host_buffer_blocks")
-    waiting = sum(_of(values, "host_buffer_waiting_requests").values())
+    waiting = _sum(values, "host_buffer_waiting_requests")
     if blocks.get("all"):
         yield (
             f"{blocks.get('reserved', 0):.0f} of {blocks['all']:.0f} host blocks are reserved, and "

@@ -17,8 +17,14 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
 from kvpatch.peer.description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.arguments import DESCRIBE, EngineArguments, check_names, nearest, plain
-from kvpatch.tools.planning.backends import Backend, backend_named
-from kvpatch.tools.planning.model import Model, caches_of, find_config, read_model
+from kvpatch.tools.planning.model import (
+    Backend,
+    Model,
+    backend_named,
+    caches_of,
+    find_config,
+    read_model,
+)
 
 Role = Literal["P", "D"]
 
