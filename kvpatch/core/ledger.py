@@ -158,6 +158,11 @@ class _Change:
     parts: Parts | None = None
     enabled: list[str] = field(default_factory=lambda: ["on"])
 
+    def __str__(self) -> str:
+        if isinstance(self.owner, ModuleType):
+            return f"{self.owner.__name__}.{self.name}"
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
     def turn_on(self) -> None:
         self.enabled[:] = ["on"]
 
@@ -257,7 +262,7 @@ class Ledger:
             else:
                 _put(change.owner, change.name, change.before)
         self._changes = left[::-1]
-        return [f"{_named(c.owner)}.{c.name}" for c in left]
+        return [str(change) for change in self._changes[::-1]]
 
     def _shared_by(self, sites: Mapping[Site, Wrapper | Step]) -> dict[_Change, tuple[Parts, Step]]:
         """The shared functions that stand where these sites have a part: what is on, the part."""
@@ -326,12 +331,6 @@ def _as_function(target: Any) -> Method:
     return bound
 
 
-def _named(owner: type | ModuleType) -> str:
-    if isinstance(owner, ModuleType):
-        return owner.__name__
-    return f"{owner.__module__}.{owner.__qualname__}"
-
-
 def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, Any]:
     """The class that defines `site`, or the module, and what to wrap there, checked.
 
@@ -342,7 +341,10 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, 
         SiteDrifted: the module, the class, the method or its shape is another, or a subclass of
             vLLM's may not call it.
     """
-    module = _module(site)
+    try:
+        module = importlib.import_module(site.module)
+    except ModuleNotFoundError as error:
+        raise SiteDrifted(str(site), f"a module {site.module}", f"none ({error})") from error
     owner = vars(module).get(site.owner) if site.owner else module
     if not isinstance(owner, type | ModuleType):
         raise SiteDrifted(str(site), f"a class {site.owner} in {site.module}", repr(owner))
@@ -405,13 +407,6 @@ def _functions_below(wrapper: Any, found: dict[int, Any]) -> dict[int, Any]:
             if cell != CellType():  # an empty one
                 _functions_below(cell.cell_contents, found)
     return _functions_below(getattr(one, "__wrapped__", None), found)
-
-
-def _module(site: Site) -> ModuleType:
-    try:
-        return importlib.import_module(site.module)
-    except ModuleNotFoundError as error:
-        raise SiteDrifted(str(site), f"a module {site.module}", f"none ({error})") from error
 
 
 def kind_of(attribute: object) -> str:
