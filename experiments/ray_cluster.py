@@ -103,8 +103,7 @@ async def served_identically(
     client: httpx.AsyncClient, prefill: Engine, decode: Engine, options: Options, console: Console
 ) -> bool:
     """True if a pair serves as its prefill engine does alone, with kvpatch in both workers."""
-    from kvpatch.tools.verify import report
-    from kvpatch.tools.verify.compare import compare
+    from kvpatch.tools.verify.compare import compare, sentences
     from kvpatch.tools.verify.prompts import build_cases
     from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, vocabulary
 
@@ -114,7 +113,7 @@ async def served_identically(
     (await client.post(f"{prefill.url}/reset_prefix_cache", timeout=60.0)).raise_for_status()
     alone = await Serving("alone", (prefill,), (), client, options, console).observe(cases)
     found = compare(cases, {"alone": alone, "pair": pair})
-    for line in (*report.errors(found), *report.differences(found), *report.summary(found)):
+    for line in sentences(found):
         console.print(line, markup=False)
     return found.passed
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.core import kvcacheds_patch, ray_variables, seams, settings
+from kvpatch.core import kvcacheds_patch, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch.core.installed import InstalledVllm, installed_build, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
@@ -32,6 +32,10 @@ _LOG = logging.getLogger("kvpatch")
 _TRIPWIRE = "tripwire"
 _SUPERSEDING = "superseding"
 _RAY = "ray"
+
+#: The same on every release: what names the variables that Ray's actors are given.
+RAY_VARIABLES = ("vllm.ray.ray_env", "get_env_vars_to_copy")
+_LEFT_BEHIND = "RAY_NON_CARRY_OVER_ENV_VARS"
 
 #: What kvcached's own NIXL patch does is done by these; without one of them it stays.
 _DO_KVCACHEDS_PART = ("kvcached_layout", "kvcached_regions", "block_count")
@@ -59,7 +63,12 @@ class Session:
         for complaint in settings.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True
-        self._find_release()
+        self._vllm, self._build, self._problem = None, None, ""
+        try:
+            self._vllm = installed_vllm()
+            self._build = installed_build()
+        except ReleaseNotKnown as error:
+            self._problem = str(error)
         self._rows = {slug: self._before_import(slug) for slug in SLUGS}
         if self._problem:
             _LOG.error("%s", self.status().summary())
@@ -70,7 +79,7 @@ class Session:
             for slug in FRONT_ENDS:
                 self._when_imported(module, partial(self._on_front_end, slug))
         self._when_imported(kvcacheds_patch.MODULE, self._on_kvcached)
-        self._when_imported(ray_variables.MODULE, self._on_ray)
+        self._when_imported(RAY_VARIABLES[0], self._on_ray)
 
     def disable(self) -> None:
         for place in self._ledger.undo():
@@ -97,14 +106,6 @@ class Session:
             problem=self._problem,
             patches=tuple(self._rows.values()),
         )
-
-    def _find_release(self) -> None:
-        self._vllm, self._build, self._problem = None, None, ""
-        try:
-            self._vllm = installed_vllm()
-            self._build = installed_build()
-        except ReleaseNotKnown as error:
-            self._problem = str(error)
 
     @property
     def _moved(self) -> Mapping[str, str]:
@@ -148,8 +149,15 @@ class Session:
             _LOG.exception("kvpatch: %s is not applied to %s", slug, module.__name__)
 
     def _on_ray(self, module: ModuleType) -> None:
-        for holder in ray_variables.holders(module) if self._enabled else ():
-            self._ledger.wrap(_RAY, holder, ray_variables.FUNCTION, ray_variables.with_ours)
+        """Ray's workers are given the variables that vLLM knows, and kvpatch's too."""
+        name = RAY_VARIABLES[1]
+        function = vars(module).get(name)
+        if function is None or not self._enabled:
+            return
+        for loaded_name, loaded in tuple(sys.modules.items()):
+            # vLLM's other modules may have imported the function from it.
+            if loaded_name.startswith("vllm.") and vars(loaded).get(name) is function:
+                self._ledger.wrap(_RAY, loaded, name, _with_ours)
 
     def _on_kvcached(self, module: ModuleType) -> None:
         """kvcached's own patch may come after ours, and more than once."""
@@ -168,9 +176,7 @@ class Session:
         return not set(_DO_KVCACHEDS_PART) & set(settings.disabled_slugs())
 
     def _supersede(self) -> None:
-        if not self._does_kvcacheds_part():
-            return
-        places = self._ledger.supersede(_SUPERSEDING)
+        places = self._ledger.supersede(_SUPERSEDING) if self._does_kvcacheds_part() else []
         if places:
             _LOG.info("kvpatch takes the place of kvcached's own NIXL patch: %s", ", ".join(places))
 
@@ -215,23 +221,20 @@ class Session:
         if behind:
             _LOG.info(
                 "kvpatch: %s takes the place of kvcached's own NIXL patch at %s",
-                patch.slug,
-                ", ".join(behind),
+                *(patch.slug, ", ".join(behind)),
             )
         return PatchStatus(patch.slug, "applied")
 
     def _trip(self, module: ModuleType, status: Status) -> None:
         """Makes constructing the connector raise, and says so now."""
         names = tuple(dict.fromkeys(place.owner for place in CONNECTORS))
-        classes = [vars(module).get(name) for name in names]
-        found = [c for c in classes if isinstance(c, type)]
+        found = [c for c in map(vars(module).get, names) if isinstance(c, type)]
         _LOG.error("%s", status.summary())
         if not found:
             _LOG.error(
                 "kvpatch: %s defines none of %s, so that nothing stops the connector: "
                 "do not serve with it",
-                module.__name__,
-                ", ".join(names),
+                *(module.__name__, ", ".join(names)),
             )
         for connector in found:
             self._ledger.wrap(_TRIPWIRE, connector, "__init__", self._refuse_construction)
@@ -248,6 +251,12 @@ class Session:
             f"use a release that kvpatch supports, or set {settings.DISABLE}={slugs} to serve "
             f"without these patches, or unset {settings.ENABLE}",
         )
+
+
+def _with_ours(wrapped: Callable[..., set[str]], _: Any, *args: Any, **kwargs: Any) -> set[str]:
+    """The release's names and ours, but for those that the user leaves behind."""
+    left_behind = vars(sys.modules[RAY_VARIABLES[0]]).get(_LEFT_BEHIND, set())
+    return set(wrapped(*args, **kwargs)) | (set(settings.to_copy()) - set(left_behind))
 
 
 #: This process's session.

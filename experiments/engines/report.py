@@ -11,9 +11,11 @@ from kvpatch.tools.verify.compare import (
     CaseVerdict,
     SetupComparison,
     Snapshot,
+    errors,
+    json_lines,
+    write_json_lines,
 )
 from kvpatch.tools.verify.prompts import Case
-from kvpatch.tools.verify.report import errors, json_lines, write_json_lines
 from kvpatch.tools.verify.run import until_signal
 
 if TYPE_CHECKING:

@@ -64,9 +64,6 @@ class SiteDrifted(Fault):
 
     def __init__(self, where: str, expected: str, found: str) -> None:
         super().__init__(f"{where}: expected {expected}, found {found}")
-        self.where = where
-        self.expected = expected
-        self.found = found
 
 
 class PatchRefused(Mistake):
@@ -125,8 +122,6 @@ class NeverFits(Mistake):
             f"{host_blocks}",
             "set KVPATCH_HOST_BUFFER_BYTES to more",
         )
-        self.blocks = blocks
-        self.host_blocks = host_blocks
 
 
 class NotSaved(Fault):

@@ -9,9 +9,11 @@ a wrong answer, so anything else than what we know is refused.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CellType, FunctionType, ModuleType
@@ -21,7 +23,6 @@ import wrapt
 
 from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
-from kvpatch.core.overrides import bypassing
 from kvpatch.core.releases import ReleaseFacts
 
 #: Called in place of a method, as ``wrapper(wrapped, instance, ...)`` with the method's arguments,
@@ -157,6 +158,11 @@ class _Change:
     parts: Parts | None = None
     enabled: list[str] = field(default_factory=lambda: ["on"])
 
+    def __str__(self) -> str:
+        if isinstance(self.owner, ModuleType):
+            return f"{self.owner.__name__}.{self.name}"
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
     def turn_on(self) -> None:
         self.enabled[:] = ["on"]
 
@@ -239,12 +245,8 @@ class Ledger:
         return found
 
     def _replace(self, slug: str, owner: type, name: str, ours: Any) -> None:
-        change = _Change(slug, owner, name, vars(owner)[name], None, ours)
-        if ours is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, ours)
-        self._changes.append(change)
+        self._changes.append(_Change(slug, owner, name, vars(owner)[name], None, ours))
+        _put(owner, name, ours)
 
     def undo(self) -> list[str]:
         """Restores what was there before, last change first.
@@ -257,12 +259,10 @@ class Ledger:
             change.turn_off()
             if vars(change.owner).get(change.name, _MISSING) is not change.ours:
                 left.append(change)
-            elif change.before is _MISSING:
-                delattr(change.owner, change.name)
             else:
-                setattr(change.owner, change.name, change.before)
+                _put(change.owner, change.name, change.before)
         self._changes = left[::-1]
-        return [f"{_named(c.owner)}.{c.name}" for c in left]
+        return [str(change) for change in self._changes[::-1]]
 
     def _shared_by(self, sites: Mapping[Site, Wrapper | Step]) -> dict[_Change, tuple[Parts, Step]]:
         """The shared functions that stand where these sites have a part: what is on, the part."""
@@ -301,6 +301,13 @@ class Ledger:
         self._changes.append(change)
 
 
+def _put(owner: type | ModuleType, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
 def _bound(wrapper: Wrapper) -> Callable[..., Any]:
     """Returns the wrapper as wrapt calls it."""
 
@@ -324,12 +331,6 @@ def _as_function(target: Any) -> Method:
     return bound
 
 
-def _named(owner: type | ModuleType) -> str:
-    if isinstance(owner, ModuleType):
-        return owner.__name__
-    return f"{owner.__module__}.{owner.__qualname__}"
-
-
 def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, Any]:
     """The class that defines `site`, or the module, and what to wrap there, checked.
 
@@ -340,7 +341,10 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, 
         SiteDrifted: the module, the class, the method or its shape is another, or a subclass of
             vLLM's may not call it.
     """
-    module = _module(site)
+    try:
+        module = importlib.import_module(site.module)
+    except ModuleNotFoundError as error:
+        raise SiteDrifted(str(site), f"a module {site.module}", f"none ({error})") from error
     owner = vars(module).get(site.owner) if site.owner else module
     if not isinstance(owner, type | ModuleType):
         raise SiteDrifted(str(site), f"a class {site.owner} in {site.module}", repr(owner))
@@ -405,13 +409,6 @@ def _functions_below(wrapper: Any, found: dict[int, Any]) -> dict[int, Any]:
     return _functions_below(getattr(one, "__wrapped__", None), found)
 
 
-def _module(site: Site) -> ModuleType:
-    try:
-        return importlib.import_module(site.module)
-    except ModuleNotFoundError as error:
-        raise SiteDrifted(str(site), f"a module {site.module}", f"none ({error})") from error
-
-
 def kind_of(attribute: object) -> str:
     """Returns the kind of an entry of a class's own dictionary, by the names of :data:`Kind`."""
     if isinstance(attribute, classmethod):
@@ -430,3 +427,67 @@ def parameters_of(attribute: Any) -> tuple[str, ...]:
     }
     found = inspect.signature(function).parameters.values()
     return tuple(marks.get(p.kind, "") + p.name for p in found)
+
+
+# --- methods of subclasses that would leave out a wrapper of their base's method ---------------
+
+#: What is inside these may not be evaluated, or later.
+_CONDITIONAL = (
+    *(ast.If, ast.For, ast.While, ast.Match, ast.IfExp, ast.BoolOp, ast.ExceptHandler),
+    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ListComp, ast.GeneratorExp),
+)
+
+
+def bypassing(owner: type, name: str) -> type | None:
+    """The first of vLLM's subclasses whose own method does not always call its base's.
+
+    Subclasses of others are not constructed by vLLM, and kvcached's own patch is superseded.
+    """
+    for kind in _subclasses(owner):
+        method = vars(kind).get(name)
+        if method is None or kvcacheds_patch.is_theirs(name, method):
+            continue
+        if kind.__module__.startswith("vllm.") and not _always_calls_base(method, name):
+            return kind
+    return None
+
+
+def _subclasses(owner: type) -> Iterator[type]:
+    kind: type
+    for kind in owner.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)
+
+
+def _always_calls_base(method: Any, name: str) -> bool:
+    """True if each call of it comes to ``super().name(...)``, but for one that raises."""
+    function: Callable[..., Any] = inspect.unwrap(getattr(method, "__func__", method))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False  # nobody can say
+    for statement in getattr(tree.body[0], "body", ()):
+        if any(_is_base(node, name) for node in _evaluated(statement)):
+            return True
+        if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+            return False
+    return False
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a statement that is evaluated whenever it is reached."""
+    if isinstance(node, _CONDITIONAL):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _evaluated(child)
+
+
+def _is_base(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    )

@@ -57,7 +57,14 @@ def recognise(source: Source, version: str) -> Build:
     facts, moved = min(candidates, key=lambda c: (any(not m.slugs for m in c[1]), len(c[1])))
     shared = [str(one) for one in moved if not one.slugs]
     if shared:
-        raise _unknown(version, facts, shared)
+        raise ReleaseNotKnown(
+            f"vLLM {version} is none of the releases that kvpatch knows ({RELEASES[0]} to "
+            f"{RELEASES[-1]}), nor is its code; of {facts.release}, the nearest, differ "
+            f"{_listed(shared)}",
+            "install one of these releases, or a build with the code of one, which kvpatch doctor "
+            f"--against says of a wheel; KVPATCH_GENERATION={facts.release} takes this build for "
+            "that release where none of this matters to you",
+        )
     reasons: dict[str, list[str]] = {}
     for one in moved:
         for slug in one.slugs:
@@ -81,8 +88,7 @@ class _Moved:
     slugs: tuple[str, ...]
 
     def __str__(self) -> str:
-        module, name = self.code
-        return f"{module.replace('.', '/')}.py: {self._how(name)}"
+        return f"{self.code.module.replace('.', '/')}.py: {self._how(self.code.name)}"
 
     def _how(self, name: str) -> str:
         expected, found = (
@@ -134,14 +140,3 @@ def tables() -> dict[str, dict[Code, Known]]:
 def _listed(found: list[str]) -> str:
     more = len(found) - _NAMED
     return "; ".join(found[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _unknown(version: str, facts: ReleaseFacts, moved: list[str]) -> ReleaseNotKnown:
-    return ReleaseNotKnown(
-        f"vLLM {version} is none of the releases that kvpatch knows ({RELEASES[0]} to "
-        f"{RELEASES[-1]}), nor is its code; of {facts.release}, the nearest, differ "
-        f"{_listed(moved)}",
-        "install one of these releases, or a build with the code of one, which kvpatch doctor "
-        f"--against says of a wheel; KVPATCH_GENERATION={facts.release} takes this build for that "
-        "release where none of this matters to you",
-    )

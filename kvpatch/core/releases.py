@@ -1,16 +1,17 @@
 """One record of facts per vLLM release: the only version data in kvpatch.
 
-A record says what its release changed against the one before. The contract tests hold every
-fact of every release against that release's source. Releases are looked up one by one: a range
-would take in a release that nobody has seen.
+A fact that is true or false names the releases in which it turned; of other facts a record says
+what its release changed against the one before. The contract tests hold every fact of every
+release against that release's source. Releases are looked up one by one: a range would take in a
+release that nobody has seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -42,6 +43,9 @@ class Form(NamedTuple):
         return f"{self.shape}, keys by column" if self.by_column else self.shape
 
 
+_TURNS = "turns"
+
+
 #: What a worker makes of a load that failed: it knows no such thing, or it reports the request
 #: as one received, or so with the first of its reads that fails, or as what it is.
 FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
@@ -50,6 +54,12 @@ Topology = Literal["", "kv_topo", "transfer_topo"]
 Question = Literal["at a port", "rank", "stage and rank"]
 #: The number in what D tells P of a read: how many of D's ranks read each of P's, or all of D's.
 ReaderCount = Literal["readers of a rank", "ranks"]
+
+
+def _since(*turns: str) -> bool:
+    """A fact that is false until the first of these releases, true until the second, and so on."""
+    found: bool = field(default=False, metadata={_TURNS: turns})
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,120 +124,120 @@ class ReleaseFacts:
     #: the worker's names of what it keeps of its regions and may state of them.
     books_of_regions: tuple[str, ...] = ()
     #: the server has errors of its own for bad requests.
-    has_validation_errors: bool = True
+    has_validation_errors: bool = _since("0.14.0")
     #: the server takes an empty text beside embeddings for no prompt.
-    skips_empty_prompts: bool = False
+    skips_empty_prompts: bool = _since("0.10.0", "0.16.0")
     #: the scheduler keeps how many tokens of a request were cached here.
-    counts_prefix_hits: bool = True
+    counts_prefix_hits: bool = _since("0.20.0")
     #: the configuration has a list of all sizes that a block may have.
-    lists_block_sizes: bool = False
+    lists_block_sizes: bool = _since("0.10.1", "0.18.0")
     #: a backend has a method that says which kernel blocks it takes.
-    asks_for_kernel_sizes: bool = True
+    asks_for_kernel_sizes: bool = _since("0.12.0")
     #: the metadata of a read that failed is gone.
-    forgets_failed_reads: bool = False
+    forgets_failed_reads: bool = _since("0.11.1", "0.14.0")
     #: P ignores a notification that a request was read which it does not know.
-    forgives_unknown_reads: bool = True
+    forgives_unknown_reads: bool = _since("0.10.1")
     #: D computes the last, partial block of a prompt.
-    loads_whole_blocks_only: bool = False
+    loads_whole_blocks_only: bool = _since("0.10.0", "0.10.1")
     #: the connector asks vLLM for a cache layout.
-    asks_for_layout: bool = True
+    asks_for_layout: bool = _since("0.10.1")
     #: a worker can mirror its cache in host memory.
-    has_host_buffer: bool = True
+    has_host_buffer: bool = _since("0.10.1")
     #: the configuration can name other NIXL backends than UCX.
-    chooses_backends: bool = True
+    chooses_backends: bool = _since("0.11.0")
     #: the mirror has a layout of its own, which a handshake states.
-    has_host_buffer_layout: bool = False
+    has_host_buffer_layout: bool = _since("0.11.1")
     #: a worker looks at its device's name once more as it registers.
-    checks_device_again: bool = False
+    checks_device_again: bool = _since("0.10.1", "0.10.2")
     #: a connector can say that it does not know yet what it will load.
-    can_answer_later: bool = True
+    can_answer_later: bool = _since("0.10.2")
     #: layers that share a tensor are registered once.
-    registers_shared_tensors_once: bool = True
+    registers_shared_tensors_once: bool = _since("0.10.2")
     #: the scheduler answers handshakes, and not each worker.
-    listens_in_scheduler: bool = True
+    listens_in_scheduler: bool = _since("0.11.1")
     #: the listener is handed its host.
-    listens_by_host: bool = False
+    listens_by_host: bool = _since("0.22.0")
     #: the scheduler tells P's worker which finished requests nobody will read.
-    books_unprocessed: bool = True
+    books_unprocessed: bool = _since("0.11.1")
     #: a worker keeps what it states encoded, beside a hash of it.
-    encodes_metadata: bool = True
+    encodes_metadata: bool = _since("0.13.0")
     #: a worker shakes hands with one rank of its peer.
-    meets_one_rank: bool = False
+    meets_one_rank: bool = _since("0.10.0", "0.14.0")
     #: larger blocks fail a handshake before anything is read of it.
-    compares_block_sizes_first: bool = False
+    compares_block_sizes_first: bool = _since("0.11.1", "0.14.0")
     #: the worker's topology keeps a block size of its own.
-    topology_has_block_size: bool = False
+    topology_has_block_size: bool = _since("0.11.1", "0.12.0")
     #: a worker counts kernel blocks where its kernel has smaller ones.
-    cuts_blocks: bool = True
+    cuts_blocks: bool = _since("0.11.1")
     #: an attention backend says whether its layers have recurrent state.
-    backends_tell_state: bool = False
+    backends_tell_state: bool = _since("0.20.0")
     #: a worker keeps the metadata of a load until it is done.
-    keeps_load_metadata: bool = True
+    keeps_load_metadata: bool = _since("0.10.1")
     #: a worker prepares its own blocks in parts for a peer of more ranks.
-    divides_own_blocks: bool = False
+    divides_own_blocks: bool = _since("0.14.0")
     #: a worker books how a peer's blocks are cut, by the bytes of its states.
-    books_cuts_of_peers: bool = False
+    books_cuts_of_peers: bool = _since("0.20.0", "0.21.0")
     #: a worker with recurrent state does not start unless its convolutions' channels are
     #: outermost, and reads those of other ranks by shares.
-    has_channels_first: bool = False
+    has_channels_first: bool = _since("0.20.0")
     #: the blocks of an aborted request stay while they are written to.
-    keeps_aborted_blocks: bool = True
+    keeps_aborted_blocks: bool = _since("0.16.0")
     #: P's ids are expanded to kernel blocks before a request is read.
-    expands_remote_blocks: bool = False
+    expands_remote_blocks: bool = _since("0.11.1", "0.20.0")
     #: the connector is handed the plan, which has groups of layers.
-    has_cache_groups: bool = False
+    has_cache_groups: bool = _since("0.18.0")
     #: the scheduler looks at a step's tokens where loads failed.
-    counts_tokens_of_failed: bool = False
+    counts_tokens_of_failed: bool = _since("0.19.0")
     #: the scheduler takes all slots of loaded blocks for computed tokens.
-    counts_loaded_slots: bool = False
+    counts_loaded_slots: bool = _since("0.10.0", "0.18.0")
     #: a P of as many ranks as heads is taken for one that shares them.
-    counts_one_head: bool = False
+    counts_one_head: bool = _since("0.10.0", "0.20.0")
     #: a D of more ranks than heads finds its head in a P of fewer ranks.
-    reads_its_share: bool = False
+    reads_its_share: bool = _since("0.24.0")
     #: P may load an earlier turn from D.
-    reads_back: bool = False
+    reads_back: bool = _since("0.21.0")
     #: a worker on a CPU reorders loads of other backends' blocks for its own.
-    reorders_for_cpu: bool = False
+    reorders_for_cpu: bool = _since("0.20.0")
     #: it takes another dimension for that of blocks there, and ends.
-    ends_by_reordering: bool = False
+    ends_by_reordering: bool = _since("0.23.0", "0.27.0")
     #: D reserves blocks for drafted tokens while it loads a prompt.
-    reserves_drafted_blocks: bool = False
+    reserves_drafted_blocks: bool = _since("0.10.0", "0.10.1", "0.23.0", "0.25.0")
     #: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
-    grants_leases: bool = False
+    grants_leases: bool = _since("0.22.0")
     #: P's lists may go on behind the prompt where P drafts tokens.
-    lists_drafted_blocks: bool = False
+    lists_drafted_blocks: bool = _since("0.10.0", "0.25.0")
     #: the blocks of a request that ends while a step is under way are freed behind that step.
-    frees_blocks_later: bool = False
+    frees_blocks_later: bool = _since("0.24.0")
     #: a step of the scheduler can leave new prompts out.
-    throttles_prefills: bool = False
+    throttles_prefills: bool = _since("0.24.0")
     #: the plan says which groups are transferred, and where in a tensor its layers lie.
-    plans_transfers: bool = False
+    plans_transfers: bool = _since("0.29.0")
     #: a layout is a name, and the regions of a peer have strides.
-    names_layouts: bool = False
+    names_layouts: bool = _since("0.29.0")
     #: heads of smaller blocks find their places in any layout.
-    pairs_heads_by_layout: bool = False
+    pairs_heads_by_layout: bool = _since("0.32.0")
     #: smaller blocks are put together where there are several block tables.
-    joins_in_groups: bool = False
+    joins_in_groups: bool = _since("0.27.0")
     #: of a P of more ranks all are read for their states, where latents are whole on each.
-    reads_states_by_latents: bool = False
+    reads_states_by_latents: bool = _since("0.27.0")
     #: of the handshakes, where nobody says another.
     side_channel_port: int = 5557
     #: that P keeps a prompt for a D that is not heard of, or whose lease is not renewed.
     blocks_kept_seconds: int = 120
     #: a step that is under way writes to no block of a load, where a model has recurrent
     #: state.
-    spares_loaded_blocks: bool = False
+    spares_loaded_blocks: bool = _since("0.26.0")
     #: a worker takes back what it has registered while its engine sleeps.
-    can_sleep: bool = False
+    can_sleep: bool = _since("0.33.0")
     #: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
     stats: Place | None = None
     #: the scheduler's half of the connector is asked too, in each step.
-    asks_scheduler_for_stats: bool = False
+    asks_scheduler_for_stats: bool = _since("0.24.0")
     #: the module with the API server's argument parser, where vLLM resolves a layout for the
     #: whole model; empty where it does not.
     server_arguments: str = ""
     #: the engine's core groups layers before it plans their memory.
-    groups_layers_first: bool = False
+    groups_layers_first: bool = _since("0.33.0")
 
     @property
     def states_layout(self) -> bool:
@@ -238,11 +248,6 @@ class ReleaseFacts:
     def states_block_size(self) -> bool:
         """True if a handshake has the tokens of a block, and not its bytes alone."""
         return "block_size" in self.agent_metadata
-
-    @property
-    def states_backend(self) -> bool:
-        """True if a handshake names the attention backend; 0.13 to 0.19 have it in the hash."""
-        return "attn_backend_name" in self.agent_metadata
 
     @property
     def states_device(self) -> bool:
@@ -347,28 +352,6 @@ _0_10_0 = ReleaseFacts(
     cache_shape="keys first",
     shape_source="flags",
     failed_loads="unknown",
-    has_validation_errors=False,
-    skips_empty_prompts=True,
-    counts_prefix_hits=False,
-    asks_for_kernel_sizes=False,
-    forgives_unknown_reads=False,
-    loads_whole_blocks_only=True,
-    asks_for_layout=False,
-    has_host_buffer=False,
-    chooses_backends=False,
-    can_answer_later=False,
-    registers_shared_tensors_once=False,
-    listens_in_scheduler=False,
-    books_unprocessed=False,
-    encodes_metadata=False,
-    meets_one_rank=True,
-    cuts_blocks=False,
-    keeps_load_metadata=False,
-    keeps_aborted_blocks=False,
-    counts_loaded_slots=True,
-    counts_one_head=True,
-    reserves_drafted_blocks=True,
-    lists_drafted_blocks=True,
 )
 _0_10_1 = replace(
     _0_10_0,
@@ -378,14 +361,6 @@ _0_10_1 = replace(
     core_output="kv_connector_output",
     device_table="_NIXL_SUPPORTED_XPUS",
     tpu_flag="_use_pallas_v1",
-    lists_block_sizes=True,
-    forgives_unknown_reads=True,
-    loads_whole_blocks_only=False,
-    asks_for_layout=True,
-    has_host_buffer=True,
-    keeps_load_metadata=True,
-    checks_device_again=True,
-    reserves_drafted_blocks=False,
 )
 _0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
 _0_10_2 = replace(
@@ -393,9 +368,6 @@ _0_10_2 = replace(
     release="0.10.2",
     generation="g0102",
     context_sizes=("decode_context_parallel_size",),
-    checks_device_again=False,
-    can_answer_later=True,
-    registers_shared_tensors_once=True,
 )
 _0_11_0 = replace(
     _0_10_2,
@@ -404,7 +376,6 @@ _0_11_0 = replace(
     agent_metadata=_0_10_2.agent_metadata - {"block_len"} | {"block_lens"},
     device_table="_NIXL_SUPPORTED_DEVICE",
     tpu_flag="_use_pallas",
-    chooses_backends=True,
 )
 _0_11_1 = replace(
     _0_11_0,
@@ -415,15 +386,7 @@ _0_11_1 = replace(
     request_metadata=_0_11_0.request_metadata | {"local_physical_block_ids"},
     shape_source="topology",
     topology="kv_topo",
-    has_host_buffer_layout=True,
     failed_loads="as received",
-    forgets_failed_reads=True,
-    listens_in_scheduler=True,
-    books_unprocessed=True,
-    compares_block_sizes_first=True,
-    topology_has_block_size=True,
-    cuts_blocks=True,
-    expands_remote_blocks=True,
     stats=Place(_ONE_MODULE, "NixlKVConnectorStats"),
     side_channel_port=5600,
     blocks_kept_seconds=480,
@@ -435,8 +398,6 @@ _0_12_0 = replace(
     release="0.12.0",
     generation="g0120",
     context_sizes=("decode_context_parallel_size", "prefill_context_parallel_size"),
-    asks_for_kernel_sizes=True,
-    topology_has_block_size=False,
 )
 _0_13_0 = replace(
     _0_12_0,
@@ -452,7 +413,6 @@ _0_13_0 = replace(
     },
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
-    encodes_metadata=True,
     answer=_0_12_0.answer | {"remote_request_id"},
     params=_0_12_0.params | {"remote_request_id"},
 )
@@ -461,11 +421,6 @@ _0_14_0 = replace(
     release="0.14.0",
     generation="g0140",
     tpu_flag="",
-    has_validation_errors=True,
-    forgets_failed_reads=False,
-    meets_one_rank=False,
-    divides_own_blocks=True,
-    compares_block_sizes_first=False,
     reader_count="ranks",
 )
 _0_14_1 = replace(_0_14_0, release="0.14.1")
@@ -477,10 +432,8 @@ _0_16_0 = replace(
     _0_15_1,
     release="0.16.0",
     generation="g0160",
-    skips_empty_prompts=False,
     hash_factors=_0_15_1.hash_factors | {"cross_layers_blocks"},
     shape_source="backend",
-    keeps_aborted_blocks=True,
 )
 _0_17_0 = replace(
     _0_16_0,
@@ -496,16 +449,12 @@ _0_18_0 = replace(
     hash_factors=_0_17_1.hash_factors | {"is_hma_enabled"},
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
     shape_source="backends",
-    lists_block_sizes=False,
-    counts_loaded_slots=False,
-    has_cache_groups=True,
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
 _0_19_0 = replace(
     _0_18_1,
     release="0.19.0",
     prefill_count="_mamba_prefill_token_count",
-    counts_tokens_of_failed=True,
 )
 _0_19_1 = replace(_0_19_0, release="0.19.1")
 _0_20_0 = replace(
@@ -519,14 +468,7 @@ _0_20_0 = replace(
     scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
     stats=Place(f"{_PACKAGE}.stats", "NixlKVConnectorStats"),
     agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
-    backends_tell_state=True,
     topology="transfer_topo",
-    books_cuts_of_peers=True,
-    reorders_for_cpu=True,
-    has_channels_first=True,
-    counts_prefix_hits=True,
-    expands_remote_blocks=False,
-    counts_one_head=False,
 )
 _0_20_1 = replace(
     _0_20_0,
@@ -540,8 +482,6 @@ _0_21_0 = replace(
     generation="g0210",
     connector_version=3,
     agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
-    books_cuts_of_peers=False,
-    reads_back=True,
     answer=_0_20_2.answer | {"remote_num_tokens"},
     params=_0_20_2.params | {"remote_num_tokens"},
 )
@@ -551,8 +491,6 @@ _0_22_0 = replace(
     generation="g0220",
     connector_version=4,
     failed_loads="by the first",
-    listens_by_host=True,
-    grants_leases=True,
     blocks_kept_seconds=30,
 )
 _0_22_1 = replace(_0_22_0, release="0.22.1")
@@ -566,8 +504,6 @@ _0_23_0 = replace(
         **_LATENTS,
     },
     cache_shape="blocks first",
-    reserves_drafted_blocks=True,
-    ends_by_reordering=True,
 )
 _0_24_0 = replace(
     _0_23_0,
@@ -579,18 +515,12 @@ _0_24_0 = replace(
     scheduler=Place(f"{_PACKAGE}.base_scheduler", "NixlBaseConnectorScheduler"),
     request_metadata=_0_23_0.request_metadata | {"remote_block_size"},
     params=_0_23_0.params | {"remote_block_size"},
-    reads_its_share=True,
-    throttles_prefills=True,
-    frees_blocks_later=True,
-    asks_scheduler_for_stats=True,
 )
 _0_25_0 = replace(
     _0_24_0,
     release="0.25.0",
     generation="g0250",
     prefill_count="_get_remote_prefill_token_count",
-    reserves_drafted_blocks=False,
-    lists_drafted_blocks=False,
 )
 _0_25_1 = replace(_0_25_0, release="0.25.1")
 _0_26_0 = replace(
@@ -604,7 +534,6 @@ _0_26_0 = replace(
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
-    spares_loaded_blocks=True,
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
     params=_0_25_1.params | {"remote_blocks_expiry_time", "pp_size"},
@@ -612,9 +541,6 @@ _0_26_0 = replace(
 _0_27_0 = replace(
     _0_26_0,
     release="0.27.0",
-    joins_in_groups=True,
-    reads_states_by_latents=True,
-    ends_by_reordering=False,
 )
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
@@ -635,8 +561,6 @@ _0_29_0 = replace(
     agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},
     request_metadata=_0_28_0.request_metadata | {"dcp_size", "local_num_computed_blocks"},
     shape_source="layout name",
-    plans_transfers=True,
-    names_layouts=True,
     answer=_0_28_0.answer | {"dcp_size", "pp_size"},
     params=_0_28_0.params | {"dcp_size"},
     reader_count="readers of a rank",
@@ -666,16 +590,13 @@ _0_32_0 = replace(
     release="0.32.0",
     connector_version=14,
     agent_metadata=_0_31_0.agent_metadata | {"ple_block_len"},
-    pairs_heads_by_layout=True,
 )
 _0_33_0 = replace(
     _0_32_0,
     release="0.33.0",
     connector_version=15,
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
-    can_sleep=True,
     server_arguments="vllm.entrypoints.common.cli_args",
-    groups_layers_first=True,
     answer=_0_32_0.answer | {"remote_registration_generation"},
     params=_0_32_0.params | {"remote_registration_generation"},
 )
@@ -701,22 +622,33 @@ class Build:
         return f"{self.version}{taken_for}"
 
 
-#: The facts of every supported release, oldest first.
-FACTS: Mapping[str, ReleaseFacts] = MappingProxyType(
-    {
-        facts.release: facts
-        for facts in (
-            *(_0_10_0, _0_10_1, _0_10_1_1, _0_10_2, _0_11_0, _0_11_1, _0_11_2, _0_12_0, _0_13_0),
-            *(_0_14_0, _0_14_1, _0_15_0, _0_15_1, _0_16_0, _0_17_0, _0_17_1, _0_18_0, _0_18_1),
-            *(_0_19_0, _0_19_1, _0_20_0, _0_20_1, _0_20_2, _0_21_0, _0_22_0, _0_22_1, _0_23_0),
-            *(_0_24_0, _0_25_0, _0_25_1, _0_26_0, _0_27_0, _0_27_1, _0_28_0, _0_29_0, _0_30_0),
-            *(_0_31_0, _0_32_0, _0_33_0),
-        )
-    }
+_RECORDS = (
+    *(_0_10_0, _0_10_1, _0_10_1_1, _0_10_2, _0_11_0, _0_11_1, _0_11_2, _0_12_0, _0_13_0),
+    *(_0_14_0, _0_14_1, _0_15_0, _0_15_1, _0_16_0, _0_17_0, _0_17_1, _0_18_0, _0_18_1),
+    *(_0_19_0, _0_19_1, _0_20_0, _0_20_1, _0_20_2, _0_21_0, _0_22_0, _0_22_1, _0_23_0),
+    *(_0_24_0, _0_25_0, _0_25_1, _0_26_0, _0_27_0, _0_27_1, _0_28_0, _0_29_0, _0_30_0),
+    *(_0_31_0, _0_32_0, _0_33_0),
 )
 
 #: Every supported release, oldest first.
-RELEASES: tuple[str, ...] = tuple(FACTS)
+RELEASES: tuple[str, ...] = tuple(facts.release for facts in _RECORDS)
+
+
+def _turned(record: ReleaseFacts) -> ReleaseFacts:
+    """Returns a record with the facts that are true or false."""
+    until_now = RELEASES[: RELEASES.index(record.release) + 1]
+    found: dict[str, Any] = {
+        fact.name: sum(map(until_now.count, fact.metadata[_TURNS])) % 2 == 1
+        for fact in fields(record)
+        if _TURNS in fact.metadata
+    }
+    return replace(record, **found)
+
+
+#: The facts of every supported release, oldest first.
+FACTS: Mapping[str, ReleaseFacts] = MappingProxyType(
+    {facts.release: _turned(facts) for facts in _RECORDS}
+)
 
 #: The releases of every generation, oldest first.
 GENERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -45,15 +45,14 @@ TOOLING = (
 )
 
 #: What may differ at a peer, and what never may: there the same bytes mean something else.
-ACCEPTABLE = ("vllm_version", "attn_backend")
+_ACCEPTABLE = ("vllm_version", "attn_backend")
 _CHANGES_BYTES = (
     *("model", "dtype", "quantization", "quantisation", "cache_dtype", "kv_cache_dtype"),
     *("num_kv_heads", "head_size", "num_hidden_layers", "speculative_config"),
 )
-TRANSFERS = ("auto", "direct", "staged")
 DEFAULT_STAGING_BYTES = 256 * 1024**2
 #: A secret key of CURVE's, 32 bytes as Z85 writes them.
-KEY_LETTERS = 40
+_KEY_LETTERS = 40
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 #: The last five letters that stand for four bytes.
 _Z85_LAST = "%nSc0"
@@ -156,7 +155,7 @@ def _key(name: str, path: str) -> str:
     digits = [_Z85.find(letter) for letter in key]
     last = [_Z85.index(letter) for letter in _Z85_LAST]
     fives = [digits[at : at + 5] for at in range(0, len(key), 5)]
-    if len(key) != KEY_LETTERS or min(digits) < 0 or max(fives) > last:
+    if len(key) != _KEY_LETTERS or min(digits) < 0 or max(fives) > last:
         raise _settings_error(
             f"{name}={path!r} is not a file with a key in it",
             f"name a file that `kvpatch key FILE` has written, or unset {name}",
@@ -169,10 +168,6 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.replace(",", " ").split()))
 
 
-def _listed(_: str, text: str) -> tuple[str, ...]:
-    return listed(text)
-
-
 def _factors(variable: str, text: str) -> tuple[str, ...]:
     names = listed(text.lower())
     for name in names:
@@ -182,7 +177,7 @@ def _factors(variable: str, text: str) -> tuple[str, ...]:
                 "something else",
                 "use one on both sides",
             )
-        _declared(*ACCEPTABLE)(variable, name)
+        _declared(*_ACCEPTABLE)(variable, name)
     return names
 
 
@@ -193,11 +188,11 @@ is_enabled = _setting(ENABLE, _boolean)
 #: The factors in which a peer may differ from this engine.
 accepted_factors = _setting(ACCEPT, _factors)
 #: The peers that are allowed, as written there; none for any peer.
-allowed_peers = _setting(ALLOWED_PEERS, _listed)
+allowed_peers = _setting(ALLOWED_PEERS, lambda _, text: listed(text))
 #: How much of a load is proven by digests.
 digest = _setting(DIGEST, _choice("off", "sample", "all"))
 #: The patches that are turned off, as written there.
-disabled_slugs = _setting(DISABLE, _listed)
+disabled_slugs = _setting(DISABLE, lambda _, text: listed(text))
 #: The release or generation to assume for a vLLM build that the release table lacks.
 generation_override = _setting(GENERATION, lambda _, text: text or None)
 #: When KV caches go through host memory.
@@ -227,7 +222,7 @@ side_channel_plain = _setting(SIDE_CHANNEL_PLAIN, _boolean)
 #: The size of a worker's staging pool.
 staging_bytes = _setting(STAGING_BYTES, _bytes(DEFAULT_STAGING_BYTES))
 #: How unlike caches are read.
-transfer_mode = _setting(TRANSFER, _choice(*TRANSFERS))
+transfer_mode = _setting(TRANSFER, _choice("auto", "direct", "staged"))
 
 #: All that engines read, but for :data:`ENABLE`.
 NAMES = tuple(sorted(_READERS.keys() - {ENABLE}))
@@ -256,24 +251,9 @@ def kvcached_page_bytes() -> int | None:
     return int(value) * 1024**2 if value.isascii() and value.isdigit() else None
 
 
-def vllm_plugins() -> str | None:
-    """``VLLM_PLUGINS``, the only plugins that vLLM loads, by commas; None where it loads all."""
-    return os.environ.get("VLLM_PLUGINS")
-
-
-def ucx_transports() -> str | None:
-    """``UCX_TLS``, which tells UCX what to use; None where unset."""
-    return os.environ.get("UCX_TLS")
-
-
-def ucx_net_devices() -> str | None:
-    """``UCX_NET_DEVICES``, which tells UCX on which devices; None where unset."""
-    return os.environ.get("UCX_NET_DEVICES")
-
-
-def hub_folders() -> tuple[str | None, str | None]:
-    """``HF_HUB_CACHE`` and ``HF_HOME``, which say where the hub's models lie; None where unset."""
-    return os.environ.get("HF_HUB_CACHE") or None, os.environ.get("HF_HOME") or None
+def variable(name: str) -> str | None:
+    """A variable of vLLM's, UCX's or Hugging Face's; None where unset."""
+    return os.environ.get(name)
 
 
 # --- what is said of them -------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
@@ -30,14 +30,8 @@ _MARK = "_kvcached_block_copy_view"
 _MIB = 1024**2
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The values of kvcached's variables; None for one that is not set.
-
-    Attributes:
-        contiguous: the value of ``KVCACHED_CONTIGUOUS_LAYOUT``.
-        page_bytes: the value of ``KVCACHED_PAGE_SIZE_MB``, in bytes.
-    """
+class Settings(NamedTuple):
+    """``KVCACHED_CONTIGUOUS_LAYOUT``, and ``KVCACHED_PAGE_SIZE_MB`` in bytes; None where unset."""
 
     contiguous: bool | None = None
     page_bytes: int | None = None
@@ -76,7 +70,6 @@ def check_pools(
 
 
 def _pools(tensors: Mapping[str, torch.Tensor]) -> tuple[_Pool, ...]:
-    """The allocations, each with its layers."""
     found: dict[tuple[int, int], list[str]] = {}
     for layer, tensor in tensors.items():
         storage = tensor.untyped_storage()
@@ -101,12 +94,9 @@ def _check_marks(tensors: Mapping[str, Any], layers: Mapping[str, LayerCache]) -
                 "Something has replaced its memory since kvcached made it",
                 "set ENABLE_KVCACHED=false where that is wanted",
             )
-    pools = {tensors[layer].untyped_storage().data_ptr() for layer in marks}
-    foreign = [
-        layer
-        for layer, tensor in tensors.items()
-        if marks and layer not in marks and tensor.untyped_storage().data_ptr() not in pools
-    ]
+    storages = {layer: tensor.untyped_storage().data_ptr() for layer, tensor in tensors.items()}
+    pools = {storages[layer] for layer in marks}
+    foreign = [layer for layer, storage in storages.items() if marks and storage not in pools]
     if foreign:
         raise RegistrationRefused(
             f"{', '.join(marks)} are kvcached's and {', '.join(foreign)} lie in none of its "
@@ -234,8 +224,7 @@ def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int
     """The number of logical blocks that every layer's tensor has.
 
     Raises:
-        RegistrationRefused: they disagree, or a tensor ends in the middle of a
-            logical block; every layer's count is in the message.
+        RegistrationRefused: they disagree, or a tensor ends in the middle of a logical block.
     """
     kernel_blocks = {layer: cache.blocks for layer, cache in layers.items()}
     counts = set(kernel_blocks.values())

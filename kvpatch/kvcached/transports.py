@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -62,7 +62,8 @@ def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> 
     Raises:
         RegistrationRefused: with the cards that were found, and what to set.
     """
-    on_device = {device for device in _device_types(kv_caches) if device != "cpu"}
+    tensors = (tensor for one in kv_caches.values() for tensor in tensors_of(one))
+    on_device = {str(tensor.device.type) for tensor in tensors} - {"cpu"}
     if not on_device or settings.kvcached_cards() == "trust":
         return
     others = beside_ucx(nixl_backends)
@@ -74,23 +75,17 @@ def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> 
             "backend that may keep the pages of the registration",
             f'set "backends": ["UCX"] in kv_connector_extra_config, or {_OTHERWISE}',
         )
-    ports = ports_in_play(active_ports(), settings.ucx_transports(), settings.ucx_net_devices())
+    transports, devices = settings.variable("UCX_TLS"), settings.variable("UCX_NET_DEVICES")
+    ports = ports_in_play(active_ports(), transports, devices)
     if ports:
         raise RegistrationRefused(
             f"kvcached's memory on {', '.join(sorted(on_device))} is to be registered where UCX "
             f"may use {', '.join(map(str, ports))}: a network card keeps the pages that are there "
             "at registration, all of them kvcached's page of zeros, and kvcached maps others "
             "later. Expected no card in UCX's choice, found "
-            f"UCX_TLS={settings.ucx_transports() or 'all'} and "
-            f"UCX_NET_DEVICES={settings.ucx_net_devices() or 'all'}",
+            f"UCX_TLS={transports or 'all'} and UCX_NET_DEVICES={devices or 'all'}",
             f"set UCX_TLS=^ib, or UCX_NET_DEVICES to Ethernet interfaces alone, or {_OTHERWISE}",
         )
-
-
-def _device_types(kv_caches: Mapping[str, Any]) -> Iterator[str]:
-    for one in kv_caches.values():
-        for tensor in tensors_of(one):
-            yield str(tensor.device.type)
 
 
 def note_transport(kv_caches: Mapping[str, Any]) -> None:
@@ -99,7 +94,7 @@ def note_transport(kv_caches: Mapping[str, Any]) -> None:
     Not where UCX_TLS leaves out what is slow with them: that was chosen.
     """
     devices = {getattr(getattr(cache, "device", None), "type", "") for cache in kv_caches.values()}
-    if "cuda" in devices and has_cuda_ipc(settings.ucx_transports()):  # ROCm's name too
+    if "cuda" in devices and has_cuda_ipc(settings.variable("UCX_TLS")):  # ROCm's name too
         _warn(kvcached_version())
 
 

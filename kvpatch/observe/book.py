@@ -137,12 +137,9 @@ class Book:
         self._load(request_id).has_failed = True
 
     def _load(self, request_id: str) -> _Load:
-        found = self._loads.get(request_id)
-        if found is None:
-            if len(self._loads) >= _MOST_LOADS:
-                del self._loads[next(iter(self._loads))]
-            found = self._loads[request_id] = _Load()
-        return found
+        if request_id not in self._loads and len(self._loads) >= _MOST_LOADS:
+            del self._loads[next(iter(self._loads))]
+        return self._loads.setdefault(request_id, _Load())
 
     def report(self, received: Collection[str], failed: Collection[str] = ()) -> None:
         """Books loads that the release reports, each once.
@@ -164,10 +161,7 @@ class Book:
     def take(self) -> list[Sample]:
         """Returns all samples and forgets them. For the engine's thread."""
         self._is_asked = True
-        taken = []
-        while self._samples:
-            taken.append(self._samples.popleft())
-        return taken
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
 
 def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
@@ -234,6 +228,6 @@ def count_read(stats: Any, counts: Any, way: str = "") -> None:
         way: the path of one of ours, which may have been prepared by the release.
     """
     way = way or Way.STOCK.value
-    read = ((READS, 1), (READ_BYTES, counts.totalBytes))
-    seconds = (READ_SECONDS, counts.xferDuration * _SECONDS)
-    put(stats, (Sample(metric.name, way, value) for metric, value in (*read, seconds)))
+    seconds = counts.xferDuration * _SECONDS
+    read = ((READS, 1), (READ_BYTES, counts.totalBytes), (READ_SECONDS, seconds))
+    put(stats, (Sample(metric.name, way, value) for metric, value in read))

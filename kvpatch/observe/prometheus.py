@@ -44,15 +44,10 @@ class Shown:
             )
             for metric in METRICS
         }
-        for metric in METRICS:
-            self._show_nothing_counted(metric)
-
-    def _show_nothing_counted(self, metric: Metric) -> None:
-        if metric.kind != "counter":
-            return
-        for engine in self._engines.values():
-            for value in metric.values if metric.label else ("",):
-                self._child(metric.name, engine, value)
+        for metric in METRICS:  # nothing is counted yet
+            for engine in engines.values() if metric.kind == "counter" else ():
+                for value in metric.values if metric.label else ("",):
+                    self._child(metric.name, engine, value)
 
     def _child(self, name: str, engine: Sequence[object], label: str) -> Any:
         """Returns a metric with its labels.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.core.version import __version__
 from kvpatch.tools.verify.setups import Options
@@ -21,8 +22,9 @@ from kvpatch.tools.verify.setups import Options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpatch.tools.doctor import Diagnosis, Upgrade
+    from kvpatch.tools.doctor import Diagnosis
     from kvpatch.tools.engine_report import EngineReport
+    from kvpatch.tools.planning.plan import PairPlan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,7 +70,7 @@ def doctor(
     """
     from rich.console import Console
 
-    found: Diagnosis | Upgrade | EngineReport
+    found: Diagnosis | EngineReport
     with exit_statuses():
         if url is not None:
             from kvpatch.tools.engine_report import report_of
@@ -83,11 +85,18 @@ def doctor(
 
             with Console(stderr=True).status("importing vLLM"):
                 found = diagnose()
+    _report(found, found.healthy, as_json)
+
+
+def _report(found: Diagnosis | EngineReport | PairPlan, is_well: bool, as_json: bool) -> None:
+    """Prints what was found; ends the command with 0 where all is well, and with 1 otherwise."""
+    from rich.console import Console
+
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
         found.show(Console())
-    raise typer.Exit(0 if found.healthy else 1)
+    raise typer.Exit(0 if is_well else 1)
 
 
 def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -112,8 +121,6 @@ def exit_statuses() -> Iterator[None]:
     Raises:
         SystemExit: in place of the errors.
     """
-    from kvpatch.core.errors import Interrupted, KvpatchError
-
     try:
         yield
     except Interrupted as stopped:
@@ -125,8 +132,6 @@ def exit_statuses() -> Iterator[None]:
 
 
 def _require_extra(command: str, extra: str, *modules: str) -> None:
-    from kvpatch.core.errors import BadOptions
-
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise BadOptions(
@@ -160,25 +165,15 @@ def plan(
     Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
     nor torch.
     """
-    from rich.console import Console
-
     with exit_statuses():
         _require_extra("plan", "cli", "numpy", "yaml")
         from kvpatch.tools.planning.arguments import read_arguments
-        from kvpatch.tools.planning.plan import plan_pair, show
+        from kvpatch.tools.planning.plan import plan_pair
 
-        of_both = {
-            "release": release,
-            "platform": platform,
-            "attention-backend": attention_backend,
-        }
-        p, d = (read_arguments(one, of_both) for one in (prefill, decode))
+        asked = {"release": release, "platform": platform, "attention-backend": attention_backend}
+        p, d = (read_arguments(one, asked) for one in (prefill, decode))
         found = plan_pair(p, d, model_config)
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        show(found, Console())
-    raise typer.Exit(0 if found.serves else 1)
+    _report(found, found.serves, as_json)
 
 
 @app.command("describe", context_settings={"ignore_unknown_options": True})
@@ -208,8 +203,6 @@ def describe(
     The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
     cannot be said.
     """
-    from kvpatch.core.errors import BadOptions
-
     with exit_statuses():
         if url is None:
             from kvpatch.tools.planning.describe import describe as described
@@ -236,8 +229,6 @@ def key(
 
     Its owner alone may read the file. Exit status: 0 written, 2 not.
     """
-    from kvpatch.core.errors import BadOptions
-
     with exit_statuses():
         try:
             import zmq
@@ -245,9 +236,8 @@ def key(
             raise BadOptions("pyzmq is not installed", "run this where vLLM is") from error
         _, secret = zmq.curve_keypair()
         try:
-            with os.fdopen(
-                os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"
-            ) as opened:
+            descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(descriptor, "w") as opened:
                 opened.write(f"{secret.decode()}\n")
         except OSError as error:
             raise BadOptions(f"{file} cannot be written: {error}", "name another one") from error
@@ -272,8 +262,6 @@ def verify(asked: Options) -> None:
 
 
 def _verify_workers(asked: Options, console: Console) -> bool:
-    from kvpatch.core.errors import BadOptions
-
     _require_extra("verify", "cli", "numpy")
     if importlib.util.find_spec("torch") is None:
         raise BadOptions("torch is not installed", "run this where vLLM is")
@@ -287,14 +275,13 @@ def _verify_workers(asked: Options, console: Console) -> bool:
 def _verify_engines(asked: Options, console: Console) -> bool:
     """Says what differs; the rest goes to a file."""
     _require_extra("verify", "serve", "httpx", "numpy")
-    from kvpatch.tools.verify import report, run
+    from kvpatch.tools.verify import compare, run
 
     console.print(f"logs and results: {asked.work_dir}", soft_wrap=True, highlight=False)
     found = run.until_signal(run.verify(asked, console))
     results = asked.work_dir / "equivalence.jsonl"
-    report.write_json_lines(results, report.json_lines(found))
-    said = (*report.errors(found), *report.differences(found), *report.summary(found))
-    for line in (*said, f"one JSON line per case: {results}"):
+    compare.write_json_lines(results, compare.json_lines(found))
+    for line in (*compare.sentences(found), f"one JSON line per case: {results}"):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     return found.passed
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import platform
 import zipfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from kvpatch.core.recognise import leaning, recognise
 from kvpatch.core.releases import Build, facts_named, listed
 from kvpatch.core.source import Source
 from kvpatch.guard.allowed_peers import allowed_peers
-from kvpatch.observe.status import PatchStatus, Status
+from kvpatch.observe.status import PatchStatus
 from kvpatch.patches import SLUGS
 
 if TYPE_CHECKING:
@@ -35,101 +36,43 @@ class Diagnosis:
     """Everything that ``kvpatch doctor`` shows.
 
     Attributes:
-        versions: of what kvpatch touches; "not installed" where it is missing.
-        gate: the value of ``ENABLE_KVPATCH``, as kvpatch takes it.
-        status: the outcome of enabling kvpatch here, now.
-        problems: why an engine of this environment runs without kvpatch, or does not start.
+        found: for JSON.
+        patches: a row per patch.
+        healthy: True if an engine that is started here, or of that build, has every patch that is
+            enabled.
+        verdict: the last line that is shown.
+        installed: the rows of a table of what is here; empty for another build.
     """
 
-    versions: dict[str, str]
-    gate: bool
-    status: Status
-    problems: tuple[str, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """True if an engine that is started here has every patch that is enabled."""
-        return not self.problems
-
-    @property
-    def verdict(self) -> str:
-        """The last line that is shown."""
-        if self.healthy:
-            return "kvpatch works here"
-        return f"kvpatch does not work here: {'; '.join(self.problems)}"
+    found: Mapping[str, Any]
+    patches: Sequence[PatchStatus]
+    healthy: bool
+    verdict: str
+    installed: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "healthy": self.healthy, "verdict": self.verdict}
+        return {**self.found, "healthy": self.healthy, "verdict": self.verdict}
 
     def show(self, console: Console) -> None:
         """Prints tables, and the verdict."""
         from rich.table import Table
 
-        installed = Table(title="kvpatch doctor", show_header=False)
-        rows = {
-            **self.versions,
-            "generation": self.status.generation or "unknown",
-            settings.ENABLE: "on" if self.gate else "off in this environment",
-        }
-        for row in rows.items():
-            installed.add_row(*row)
-        console.print(installed)
-        _show_patches(self.status.patches, self, console)
+        if self.installed:
+            installed = Table(title="kvpatch doctor", show_header=False)
+            for row in self.installed.items():
+                installed.add_row(*row)
+            console.print(installed)
+        if self.patches:
+            table = Table("patch", "outcome", "why")
+            for one in self.patches:
+                table.add_row(one.slug, one.outcome, one.reason, style=_STYLES.get(one.outcome))
+            console.print(table)
+        style = "green" if self.healthy else "red"
+        console.print(self.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class Upgrade:
-    """The patches that a build would get.
-
-    Attributes:
-        vllm: its version, and the release that it is taken for.
-        problem: why it is refused, or empty.
-        patches: a row per patch; none where the build is refused.
-    """
-
-    vllm: str
-    problem: str
-    patches: tuple[PatchStatus, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """True if it gets every patch."""
-        return not self.problem and all(p.outcome != "refused" for p in self.patches)
-
-    @property
-    def verdict(self) -> str:
-        """The last line that is shown."""
-        if self.problem:
-            return f"kvpatch refuses this build: {self.problem}"
-        refused = ",".join(p.slug for p in self.patches if p.outcome == "refused")
-        alone = f" with KVPATCH_DISABLE={refused} alone" if refused else ""
-        return f"kvpatch works with vLLM {self.vllm}{alone}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "healthy": self.healthy, "verdict": self.verdict}
-
-    def show(self, console: Console) -> None:
-        """Prints a table, and the verdict."""
-        _show_patches(self.patches, self, console)
-
-
-def _show_patches(
-    patches: tuple[PatchStatus, ...], found: Diagnosis | Upgrade, console: Console
-) -> None:
-    from rich.table import Table
-
-    table = Table("patch", "outcome", "why")
-    for row in patches:
-        table.add_row(row.slug, row.outcome, row.reason, style=_STYLES.get(row.outcome))
-    if patches:
-        console.print(table)
-    style = "green" if found.healthy else "red"
-    console.print(found.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
-
-
-def upgrade_to(path: Path) -> Upgrade:
+def upgrade_to(path: Path) -> Diagnosis:
     """Says what a build would get if it were installed.
 
     Args:
@@ -146,15 +89,24 @@ def upgrade_to(path: Path) -> Upgrade:
     try:
         build = recognise(Source(root), version) if facts is None else Build(version, facts)
     except ReleaseNotKnown as error:
-        return Upgrade(version, str(error), ())
+        problem = str(error)
+        no_rows = {"vllm": version, "problem": problem, "patches": ()}
+        return Diagnosis(no_rows, (), False, f"kvpatch refuses this build: {problem}")
     needed = leaning(build.facts.release)
-    rows = (
+    rows = [
         PatchStatus(slug, "refused", build.moved[slug])
         if slug in build.moved
         else PatchStatus(slug, "applied" if slug in needed else "not needed")
         for slug in SLUGS
+    ]
+    refused = ",".join(row.slug for row in rows if row.outcome == "refused")
+    alone = f" with KVPATCH_DISABLE={refused} alone" if refused else ""
+    return Diagnosis(
+        {"vllm": str(build), "problem": "", "patches": [asdict(row) for row in rows]},
+        rows,
+        not refused,
+        f"kvpatch works with vLLM {build}{alone}",
     )
-    return Upgrade(str(build), "", tuple(rows))
 
 
 def _root(path: Path) -> Path | ZipPath:
@@ -173,29 +125,32 @@ def _root(path: Path) -> Path | ZipPath:
 
 def diagnose() -> Diagnosis:
     """Enables kvpatch in this process, imports the connector and reports what came of it."""
-    wrong = _settings_errors()
-    if wrong:  # an engine does not start with them
-        return Diagnosis(_installed(), False, kvpatch.status(), tuple(wrong))
-    kvpatch.enable()
-    connector = _import_connector()
-    status = kvpatch.status()
-    refused = [str(patch) for patch in status.patches if patch.outcome == "refused"]
-    found = (*_not_loaded(), *([status.problem] if status.problem else refused), connector)
-    return Diagnosis(_installed(), settings.is_enabled(), status, tuple(filter(None, found)))
-
-
-def _settings_errors() -> list[str]:
-    found = settings.errors()
+    problems, gate = settings.errors(), False
     try:
         allowed_peers()
     except SettingsError as error:
-        found.append(str(error))
-    return found
+        problems.append(str(error))
+    if not problems:  # with them, an engine does not start
+        kvpatch.enable()
+        connector, gate = _import_connector(), settings.is_enabled()
+        status = kvpatch.status()
+        refused = [str(patch) for patch in status.patches if patch.outcome == "refused"]
+        problems = [*_not_loaded(), *([status.problem] if status.problem else refused)]
+        problems += [connector] if connector else []
+    status, versions = kvpatch.status(), _versions()
+    found = {"versions": versions, "gate": gate, "status": status.as_dict(), "problems": problems}
+    rows = {
+        **versions,
+        "generation": status.generation or "unknown",
+        settings.ENABLE: "on" if gate else "off in this environment",
+    }
+    verdict = "works here" if not problems else f"does not work here: {'; '.join(problems)}"
+    return Diagnosis(found, status.patches, not problems, f"kvpatch {verdict}", rows)
 
 
 def _not_loaded() -> list[str]:
     """Why vLLM's processes do not load kvpatch, or enable it."""
-    found, plugins = [], settings.vllm_plugins()
+    found, plugins = [], settings.variable("VLLM_PLUGINS")
     if not settings.is_enabled():
         found.append(f"{settings.ENABLE} is not on: set {settings.ENABLE}=true")
     if plugins is not None and "kvpatch" not in plugins.split(","):
@@ -217,7 +172,8 @@ def _import_connector() -> str:
     return ""
 
 
-def _installed() -> dict[str, str]:
+def _versions() -> dict[str, str]:
+    """Of what kvpatch touches; "not installed" where it is missing."""
     return {
         "kvpatch": kvpatch.__version__,
         "vllm": _vllm(),

@@ -1,4 +1,4 @@
-"""How an engine is doing, in sentences, from the metrics that it shows."""
+"""How an engine is doing, in sentences, from the metrics that its API server shows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
+from kvpatch.core.errors import LOOK_INTO_LOG, BadOptions, RequestFailed
+from kvpatch.core.text import one_line
 from kvpatch.peer.description import unpacked
-from kvpatch.tools.api_server import METRICS, labels_of, text_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SCHEMES = ("http://", "https://")
+METRICS = "/metrics"
+
+_TIMEOUT_SECONDS = 10.0
+#: More than the metrics of any engine; whoever answers without an end is no engine.
+_MOST_BYTES = 64 * 1024**2
+_LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_ESCAPE = re.compile(r"\\.")
 
 _SAMPLE = re.compile(
     r"^(kvpatch_\w+)(?:\{(.*)\})? ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE
@@ -26,41 +40,35 @@ _WAYS = {
     "host_buffer": "through the host buffer",
 }
 #: By a metric and values of its label: what is said of as many loads, and of digests' alarms.
-_CHECKS = (
-    (
-        *("load_holds_total", ("gone", "expired")),
-        "{:.0f} of them failed since P let go of their blocks before they had been read, or may "
-        "have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from that "
-        "(docs/explanation/stale_blocks.md).",
-    ),
-    (
-        *("load_holds_total", ("held",)),
-        "Of {:.0f} loads P has said that it held the blocks to the last byte.",
-    ),
-    (
-        *("load_holds_total", ("unproven",)),
-        "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
-        "answer came without kvpatch_hold.",
-    ),
-    (
-        *("load_digests_total", ("checked", "partly", "alarm")),
-        "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had computed.",
-    ),
-    (
-        *("load_digests_total", ("alarm",)),
-        "Each of these has failed: the engine's log says in which layers, heads and tokens "
-        "(docs/explanation/digests.md).",
-    ),
-    (
-        *("load_digests_total", ("partly",)),
-        "Of {:.0f} of the compared loads some tokens were compared with nothing "
-        "(docs/explanation/digests.md).",
-    ),
-    (
-        *("load_digests_total", ("unchecked",)),
-        "{:.0f} loads were not compared with digests, or not wholly.",
-    ),
-)
+_CHECKS = {
+    "load_holds_total": {
+        ("gone", "expired"): (
+            "{:.0f} of them failed since P let go of their blocks before they had been read, or "
+            "may have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from "
+            "that (docs/explanation/stale_blocks.md)."
+        ),
+        ("held",): "Of {:.0f} loads P has said that it held the blocks to the last byte.",
+        ("unproven",): (
+            "Of {:.0f} loads it is not proven that P held the blocks: it has no kvpatch, or its "
+            "answer came without kvpatch_hold."
+        ),
+    },
+    "load_digests_total": {
+        ("checked", "partly", "alarm"): (
+            "Of {:.0f} loads that were compared with P's digests {:.0f} were not what P had "
+            "computed."
+        ),
+        ("alarm",): (
+            "Each of these has failed: the engine's log says in which layers, heads and tokens "
+            "(docs/explanation/digests.md)."
+        ),
+        ("partly",): (
+            "Of {:.0f} of the compared loads some tokens were compared with nothing "
+            "(docs/explanation/digests.md)."
+        ),
+        ("unchecked",): "{:.0f} loads were not compared with digests, or not wholly.",
+    },
+}
 _MIB = 1024**2
 
 #: By metric, by the value of its own label, over all engines behind one API server.
@@ -72,8 +80,7 @@ class EngineReport:
     """The report of ``kvpatch doctor --url``.
 
     Attributes:
-        sentences: what was found, and what to do about it.
-        healthy: whether no load failed and nothing was refused.
+        healthy: True if no load failed and nothing was refused.
     """
 
     sentences: tuple[str, ...]
@@ -102,14 +109,13 @@ def report_of(url: str) -> EngineReport:
 def values_of(text: str) -> Values:
     """kvpatch's metrics in Prometheus' text; what several engines or ranks show is added up."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for name, labels, value in _SAMPLE.findall(text):
-        own = [v for label, v in labels_of(labels).items() if label not in _OF_VLLM]
-        found[name]["".join(own)] += float(value)
+    for name, labels, value in samples_of(text):
+        own = [v for label, v in labels.items() if label not in _OF_VLLM]
+        found[name]["".join(own)] += value
     return found
 
 
 def report(values: Values) -> EngineReport:
-    """In sentences."""
     if not values:
         return EngineReport(
             (
@@ -119,7 +125,7 @@ def report(values: Values) -> EngineReport:
             ),
             healthy=False,
         )
-    refused = sum(_of(values, "refusals_total").values())
+    refused = _sum(values, "refusals_total")
     parts = (_engine, _loads, _checks, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
     return EngineReport(sentences, healthy=not (_not_received(values) or refused))
@@ -127,6 +133,10 @@ def report(values: Values) -> EngineReport:
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
     return values.get(f"kvpatch_{name}", {})
+
+
+def _sum(values: Values, name: str) -> float:
+    return sum(_of(values, name).values())
 
 
 def _engine(values: Values) -> Iterator[str]:
@@ -148,7 +158,7 @@ def _engine(values: Values) -> Iterator[str]:
 
 
 def _loads(values: Values) -> Iterator[str]:
-    total, failed = sum(_of(values, "loads_total").values()), _not_received(values)
+    total, failed = _sum(values, "loads_total"), _not_received(values)
     if not total:
         yield "Its workers have loaded nothing yet: it is a P, or nobody has asked."
         return
@@ -166,12 +176,12 @@ def _not_received(values: Values) -> float:
 
 
 def _checks(values: Values) -> Iterator[str]:
-    """Yields what P's holds and digests say of loads."""
-    for name, labels, sentence in _CHECKS:
+    for name, sentences in _CHECKS.items():
         counts = _of(values, name)
-        count = sum(counts.get(label, 0) for label in labels)
-        if count:
-            yield sentence.format(count, counts.get("alarm", 0))
+        for labels, sentence in sentences.items():
+            count = sum(counts.get(label, 0) for label in labels)
+            if count:
+                yield sentence.format(count, counts.get("alarm", 0))
 
 
 def _reads(values: Values) -> Iterator[str]:
@@ -197,20 +207,20 @@ def _refusals(values: Values) -> Iterator[str]:
 
 
 def _pool(values: Values) -> Iterator[str]:
-    waits = sum(_of(values, "staging_pool_waits_total").values())
-    size_bytes = sum(_of(values, "staging_pool_bytes").values())
+    waits = _sum(values, "staging_pool_waits_total")
+    mib = _sum(values, "staging_pool_bytes") / _MIB
     reads = _of(values, "reads_total")
     pooled = reads.get("staged", 0) + reads.get("host_buffer", 0)
     if waits:
         yield (
-            f"{waits:.0f} of {pooled:.0f} reads through staging pools of {size_bytes / _MIB:.0f} "
-            "MiB in all had to wait for room: more KVPATCH_STAGING_BYTES keep them from that."
+            f"{waits:.0f} of {pooled:.0f} reads through staging pools of {mib:.0f} MiB in all had "
+            "to wait for room: more KVPATCH_STAGING_BYTES keep them from that."
         )
 
 
 def _host_buffer(values: Values) -> Iterator[str]:
     blocks = _of(values, "host_buffer_blocks")
-    waiting = sum(_of(values, "host_buffer_waiting_requests").values())
+    waiting = _sum(values, "host_buffer_waiting_requests")
     if blocks.get("all"):
         yield (
             f"{blocks.get('reserved', 0):.0f} of {blocks['all']:.0f} host blocks are reserved, and "
@@ -218,3 +228,44 @@ def _host_buffer(values: Values) -> Iterator[str]:
         )
     if waiting:
         yield "More KVPATCH_HOST_BUFFER_BYTES let them begin."
+
+
+# --- what an API server answers -------------------------------------------------------------
+
+
+def text_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+    """Returns what an API server answers to a GET, if that is no error.
+
+    Raises:
+        BadOptions: that is no URL.
+        RequestFailed: it does not answer, or with an error.
+    """
+    if not url.startswith(SCHEMES):
+        raise BadOptions(f"{url} is no URL of an API server", "give one like http://127.0.0.1:8000")
+    address = f"{url.rstrip('/')}{path}"
+    try:
+        with urlopen(address, timeout=timeout_seconds) as response:
+            body = response.read(_MOST_BYTES + 1)
+            if len(body) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes came")
+            return str(body.decode(errors="replace"))
+    except HTTPError as error:
+        error.close()
+        raise RequestFailed(
+            one_line(f"{address}: HTTP {error.code}: {error.reason}"), LOOK_INTO_LOG
+        ) from error
+    except (URLError, HTTPException, OSError, ValueError) as error:
+        why = error.reason if isinstance(error, URLError) else error
+        raise RequestFailed(
+            one_line(f"{address} does not answer: {why}"), "start the engine, or give its own URL"
+        ) from error
+
+
+def samples_of(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """kvpatch's samples in Prometheus' text: the metric, its labels, the value."""
+    for name, labels, value in _SAMPLE.findall(text):
+        named = {
+            label: _ESCAPE.sub(lambda found: _ESCAPES.get(found[0], found[0]), escaped)
+            for label, escaped in _LABEL.findall(labels)
+        }
+        yield name, named, float(value)

@@ -6,11 +6,11 @@ import inspect
 
 import pytest
 
-from kvpatch.core import ray_variables
 from kvpatch.core.ledger import Parts, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.core.source import Source
 from kvpatch.patches import load
+from kvpatch.session import RAY_VARIABLES
 from tests.releases.fetch import fetch
 
 from . import contract, documents, source
@@ -39,7 +39,7 @@ def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_rays_workers_get_what_one_function_names(release):
-    found = source.method(release, ray_variables.MODULE, ray_variables.FUNCTION)
+    found = source.method(release, *RAY_VARIABLES)
     assert isinstance(found, source.Method), found
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.tools.planning.pair import Outcome
-from kvpatch.tools.planning.verdicts import verdicts
+from kvpatch.tools.planning.verdicts import Outcome, verdicts
 from tests.planning.cells import PLAYED, pair_of
 
 from .case import Case, EngineSpec, Family

@@ -8,8 +8,7 @@ import types
 import pytest
 
 from kvpatch.core.errors import SiteDrifted
-from kvpatch.core.ledger import Ledger, Site, resolve
-from kvpatch.core.overrides import bypassing
+from kvpatch.core.ledger import Ledger, Site, bypassing, resolve
 
 pytestmark = pytest.mark.patching
 

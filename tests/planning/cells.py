@@ -10,8 +10,8 @@ from typing import Any
 from kvpatch.peer.description import FULL, STATE, Caches, Layer
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.description import Description
-from kvpatch.tools.planning.engine import PlannedEngine, Role, engine_of
-from kvpatch.tools.planning.pair import Outcome, Pair
+from kvpatch.tools.planning.engine import Pair, PlannedEngine, Role, engine_of
+from kvpatch.tools.planning.verdicts import Outcome
 from tests.lab.case import Case, EngineSpec
 from tests.lab.case import Outcome as Played
 

@@ -12,8 +12,8 @@ import pytest
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
-from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
-from kvpatch.tools.planning.verdicts import start_problems, verdicts
+from kvpatch.tools.planning.engine import Pair
+from kvpatch.tools.planning.verdicts import Outcome, Verdict, start_problems, verdicts
 from tests.lab.case import Case, EngineSpec
 from tests.lab.releases import declaring
 from tests.lab.table import Cell, all_cases, known_cells

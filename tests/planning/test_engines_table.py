@@ -12,9 +12,8 @@ from experiments.engines.pairs import ROWS, Row, Side
 from experiments.engines.recorded import HYBRID_RANKS, TITLES
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.description import Description
-from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Outcome, Pair
-from kvpatch.tools.planning.verdicts import verdicts
+from kvpatch.tools.planning.engine import Pair, engine_of
+from kvpatch.tools.planning.verdicts import Outcome, verdicts
 from tests.lab.case import EngineSpec
 
 from .cells import state_caches

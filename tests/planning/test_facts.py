@@ -10,10 +10,9 @@ import pytest
 
 from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.engine import PlannedEngine, engine_of
+from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
 from kvpatch.tools.planning.model import read_model
-from kvpatch.tools.planning.pair import Outcome, Pair
-from kvpatch.tools.planning.verdicts import verdicts
+from kvpatch.tools.planning.verdicts import Outcome, verdicts
 
 from .walk import CONFIG, write_side
 

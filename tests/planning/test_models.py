@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import BadOptions
-from kvpatch.tools.planning.known_names import known
+from kvpatch.tools.planning.arguments import known
 from kvpatch.tools.planning.model import Model, read_model
 
 from .described import described

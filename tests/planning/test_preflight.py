@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Pair
-from kvpatch.tools.planning.preflight import findings
+from kvpatch.tools.planning.engine import Pair, engine_of
+from kvpatch.tools.planning.plan import findings
 from kvpatch.tools.planning.verdicts import start_problems
 
 from .walk import TRANSFER, write_side

@@ -14,10 +14,13 @@ from kvpatch.tools.verify.compare import (
     SetupComparison,
     Snapshot,
     compare,
+    errors,
+    json_lines,
+    sentences,
+    write_json_lines,
 )
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case, build_cases, steps
-from kvpatch.tools.verify.report import differences, errors, json_lines, summary, write_json_lines
 
 pytestmark = pytest.mark.serving
 
@@ -71,7 +74,7 @@ def test_identical_passes() -> None:
 def test_each_difference_fails(observed: Observation, where: str, problem: str) -> None:
     comparison = _compare(observed)
     assert problem in getattr(comparison.verdicts["stock"]["one"], where)
-    assert comparison.differences == ["stock/one"]
+    assert list(comparison.differences) == ["stock/one"]
     assert not comparison.passed
 
 
@@ -88,13 +91,13 @@ def test_a_control_that_nobody_notices_fails(unnoticed: Observation) -> None:
     comparison = _compare(_GOOD, control=unnoticed)
     assert comparison.control_failures == ["stock/control-10"]
     assert not comparison.passed
-    assert "NOT NOTICED" in summary(comparison)[-1]
+    assert "NOT NOTICED" in sentences(comparison)[-1]
 
 
 def test_nothing_compared_is_no_success() -> None:
     comparison = compare((_CASE,), {"single": {_CASE.name: _GOOD}})
     assert not comparison.passed
-    assert summary(comparison)[0] == "nothing was compared"
+    assert sentences(comparison)[0] == "nothing was compared"
 
 
 def test_prompts_batched_together_may_round_differently() -> None:
@@ -110,7 +113,7 @@ def test_prompts_batched_together_may_round_differently() -> None:
     comparison = compare(
         cases, {"single": reference, "stock": {"one": spoiled, "two": replace(_GOOD)}}
     )
-    assert comparison.differences == ["stock/one"]
+    assert list(comparison.differences) == ["stock/one"]
 
 
 def test_ranks_may_round_differently() -> None:
@@ -120,7 +123,7 @@ def test_ranks_may_round_differently() -> None:
 
     def differences(observed: Observation, same_prefill: bool) -> list[str]:
         observations = {"single": reference, "stock": {_CASE.name: observed}}
-        return compare((_CASE,), observations, same_prefill=same_prefill).differences
+        return list(compare((_CASE,), observations, same_prefill=same_prefill).differences)
 
     observed = replace(_GOOD, prefill=rounded, decode=rounded)
     assert differences(observed, same_prefill=True) == ["stock/one"]
@@ -183,12 +186,13 @@ def test_report(tmp_path: Path) -> None:
     }
     cases = (_CASE, _CONTROL)
     comparison = compare(cases, observations)
-    assert differences(comparison) == ["stock/one: tokens: failed; transfer: no transfer"]
     spoiled = compare((_CASE,), {"single": reference, "kvpatch": {_CASE.name: _BAD}})
-    assert differences(spoiled) == [
+    assert sentences(spoiled)[0] == (
         "kvpatch/one: tokens: differs at token 1; transfer: 1 of 2 layers differ"
-    ]
-    assert summary(comparison) == [
+    )
+    assert sentences(comparison) == [
+        "stock/one: HTTP 500: no",
+        "stock/one: tokens: failed; transfer: no transfer",
         "1 of 2 differ: stock/one",
         "negative control: differs (as it must), 2 of 2",
     ]

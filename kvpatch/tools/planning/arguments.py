@@ -11,9 +11,12 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.peer.description import RUNNING
 from kvpatch.tools.planning.description import Description, description_in, read_json
@@ -22,13 +25,24 @@ SECTION = "kvpatch"
 #: The entry of it that holds variables.
 ENV = "env"
 
-#: The parts of a description that arguments have too.
-_PARTS = ("options", "about", ENV)
 #: The entries that the section may have.
 ABOUT = (
     *("release", "platform", "attention-backend", "amx", "machine"),
     *("model-config", ENV, RUNNING),
 )
+#: Options that a description answers by its caches, where both sides have them alike.
+ANSWERED = ("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers")
+#: The beginnings of variables that change neither the caches nor a transfer.
+_FAMILIES = (
+    *("VLLM_ALLREDUCE_", "VLLM_AUDIO_", "VLLM_CPU_", "VLLM_DEEPEP", "VLLM_DP_", "VLLM_IMAGE_"),
+    *("VLLM_LOGGING_", "VLLM_MAX_", "VLLM_MEDIA_", "VLLM_MOE_", "VLLM_RAY_"),
+    *("VLLM_ROCM_QUICK_REDUCE_", "VLLM_ROCM_USE_AITER", "VLLM_USE_FLASHINFER_MOE_", "VLLM_VIDEO_"),
+)
+#: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
+_OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
+_LEAVE_OUT = "leave it out of the file to have the rest planned"
+#: The cure where vLLM itself knows more than a plan.
+DESCRIBE = "run kvpatch describe on a machine with that vLLM (>= 0.29) and give its file"
 
 
 @dataclass(frozen=True)
@@ -87,19 +101,17 @@ def read_arguments(source: str, overrides: Mapping[str, Any] | None = None) -> E
         **given,
     }
     environment = as_mapping(about.pop(ENV, None) or {}, f"{path}: {SECTION}: {ENV}")
-    return EngineArguments(
-        str(path),
-        {name.lstrip("-").replace("-", "_"): value for name, value in content.items()},
-        about,
-        _variables(environment),
-    )
+    options = {name.lstrip("-").replace("-", "_"): value for name, value in content.items()}
+    return EngineArguments(str(path), options, about, _variables(environment))
 
 
 def _of_description(
     content: Mapping[str, Any], source: str, given: Mapping[str, Any]
 ) -> EngineArguments:
     """Reads a described engine's; the command line may not contradict them."""
-    options, about, env = (as_mapping(content.get(name), source) for name in _PARTS)
+    options, about, env = (
+        as_mapping(content.get(name), source) for name in ("options", "about", ENV)
+    )
     about = _section(about, source)
     for name, value in given.items():
         if about.setdefault(name, value) != value:
@@ -109,13 +121,40 @@ def _of_description(
 
 
 def _section(content: Any, where: str) -> dict[str, Any]:
-    """Reads the section's entries, with hyphens."""
     found = as_mapping(content or {}, where)
     about = {key.replace("_", "-"): value for key, value in found.items()}
     for key in about.keys() - {*ABOUT}:
         hint = f"{nearest(key, ABOUT)}; there are {', '.join(ABOUT)}"
         raise BadOptions(f"{where} has {key!r}, which says nothing here{hint}", "leave it out")
     return about
+
+
+@cache
+def known(what: str) -> frozenset[str]:
+    """Returns the architectures, options or variables that a plan knows (known_names.json).
+
+    tests/planning/test_models.py compares each architecture with the caches that vLLM makes of it.
+    A plan reads the options and variables, or they change neither the caches nor a transfer.
+    """
+    text = files("kvpatch.tools.planning").joinpath("known_names.json").read_text("utf-8")
+    return frozenset(json.loads(text)[what])
+
+
+def check_names(arguments: EngineArguments) -> None:
+    """Raises :class:`BadOptions` for options and variables that a plan does not take."""
+    source = arguments.source
+    options = known("options") | {*(ANSWERED if arguments.described else ())}
+    for name in (one for one in arguments.options if one.removeprefix("no_") not in options):
+        hint = nearest(plain(name), map(plain, options))
+        if name == "calculate_kv_scales":
+            hint = ": each engine computes scales of its own, and they are not sent"
+        cure = DESCRIBE if name in ANSWERED else _LEAVE_OUT
+        raise BadOptions(f"{source}: not planned for: --{plain(name)}{hint}", cure)
+    variables = known("variables")
+    for name in sorted(arguments.environment.keys() - variables):
+        if name.startswith(_OURS) and not name.startswith(_FAMILIES):
+            hint = "" if name in settings.NAMES else nearest(name, (*settings.NAMES, *variables))
+            raise BadOptions(f"{source}: not planned for: {name}{hint}", _LEAVE_OUT)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.core.text import shown
 from kvpatch.observe import catalogue
 from kvpatch.peer.description import KINDS, LATENT, NUMBER, SCHEMA, Caches, Layer, unpacked
-from kvpatch.tools.api_server import METRICS, SCHEMES, samples_of, text_of
+from kvpatch.tools.engine_report import METRICS, SCHEMES, samples_of, text_of
 
 #: The metric of a running engine that has it.
 DESCRIPTION = catalogue.DESCRIPTION.shown_name
@@ -80,7 +80,8 @@ def published_by(url: str) -> Mapping[str, Any]:
         BadOptions: that is no URL, or it has none.
         RequestFailed: it does not answer.
     """
-    found = {one.get("packed", "") for one in samples_of(text_of(url, METRICS), DESCRIPTION)}
+    samples = samples_of(text_of(url, METRICS))
+    found = {labels.get("packed", "") for name, labels, _ in samples if name == DESCRIPTION}
     if not found:
         raise BadOptions(f"{url} has no description in its metrics", NO_DESCRIPTION)
     if len(found) > 1:

@@ -16,10 +16,15 @@ from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
 from kvpatch.peer.description import ITEM_BYTES, Caches
-from kvpatch.tools.planning.arguments import EngineArguments, nearest, plain
-from kvpatch.tools.planning.backends import Backend, backend_named
-from kvpatch.tools.planning.known_names import DESCRIBE, check_names
-from kvpatch.tools.planning.model import Model, caches_of, find_config, read_model
+from kvpatch.tools.planning.arguments import DESCRIBE, EngineArguments, check_names, nearest, plain
+from kvpatch.tools.planning.model import (
+    Backend,
+    Model,
+    backend_named,
+    caches_of,
+    find_config,
+    read_model,
+)
 
 Role = Literal["P", "D"]
 
@@ -109,6 +114,28 @@ class PlannedEngine:
         blocks = f"blocks of {self.caches.block_tokens} tokens{cut}, {self.layout}"
         engine = f"vLLM {self.facts.release} on {self.device}, {self.backend.name}"
         return f"{engine}, {blocks}, {self.caches.cache_dtype}{ranks}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """P and D."""
+
+    prefill: PlannedEngine
+    decode: PlannedEngine
+
+    @property
+    def sides(self) -> tuple[PlannedEngine, PlannedEngine]:
+        """P, then D."""
+        return self.prefill, self.decode
+
+    def ranks_met(self, rank: int) -> range:
+        """Returns the ranks of P from which a rank of D reads."""
+        theirs, ours = self.prefill.tp_size, self.decode.tp_size
+        if theirs <= ours:
+            first = rank * theirs // ours
+            return range(first, first + 1)
+        ratio = theirs // ours
+        return range(rank * ratio, (rank + 1) * ratio)
 
 
 def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:

@@ -8,10 +8,8 @@ from typing import Any
 
 from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.peer import peer_hash as hashed
-from kvpatch.tools.planning.arguments import plain
-from kvpatch.tools.planning.engine import PlannedEngine
-from kvpatch.tools.planning.known_names import ANSWERED
-from kvpatch.tools.planning.pair import Pair
+from kvpatch.tools.planning.arguments import ANSWERED, plain
+from kvpatch.tools.planning.engine import Pair, PlannedEngine
 
 #: Options of the weights, and of caches that descriptions have by themselves: no hash has them.
 _OPTIONS = (

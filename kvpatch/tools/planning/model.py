@@ -1,4 +1,4 @@
-"""The caches of a known model, from its config.json."""
+"""The caches of known models, from their config.json, and of known attention backends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.dimension_order import DimensionOrder
 from kvpatch.peer.description import FULL, LATENT, WINDOW, Caches, Layer
-from kvpatch.tools.planning.arguments import as_mapping
-from kvpatch.tools.planning.known_names import DESCRIBE, known
+from kvpatch.tools.planning.arguments import DESCRIBE, as_mapping, known
+from kvpatch.worker.local_geometry import KernelBlockSizes
+from kvpatch.worker.release_worker import LATENT as LATENT_ORDER
+from kvpatch.worker.release_worker import LATENT_HEADS, PACKED
 
 #: Where config.json gives a window and does not name the layers that have it: each n-th layer has
 #: full attention, or none has.
@@ -72,7 +76,7 @@ def caches_of(
 
 def find_config(model: str, given: Path | None) -> Path:
     """Finds a model's config.json: the given one, a folder's, or the hub cache's newest."""
-    cache, home = settings.hub_folders()
+    cache, home = settings.variable("HF_HUB_CACHE"), settings.variable("HF_HOME")
     hub = Path(cache) if cache else Path(home or Path.home() / ".cache" / "huggingface") / "hub"
     snapshots = (hub / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
     newest = sorted(snapshots, key=lambda path: path.stat().st_mtime)[-1:]
@@ -146,3 +150,71 @@ def _windows(content: Mapping[str, Any], path: Path, every: int | None) -> tuple
         what = f"a window of {window} in layers that it does not name"
         raise BadOptions(f"{path}: not planned for: {what}", DESCRIBE)
     return tuple(0 if every and (n + 1) % every == 0 else window for n in range(layers))
+
+
+# --- attention backends, from vLLM 0.26 on (tests/lab/test_planned_backends.py) ---------------
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One attention backend.
+
+    Attributes:
+        device: "cuda" for the backends of CUDA and ROCm alike.
+        is_mla: True if it holds latents.
+        exact: the kernel blocks that it takes; empty where it takes multiples of a number.
+        default_tokens: of a block, by default.
+    """
+
+    name: str
+    device: str = "cuda"
+    is_mla: bool = False
+    exact: tuple[int, ...] = ()
+    default_tokens: int = 16
+
+    def kernel_sizes(self, facts: ReleaseFacts) -> KernelBlockSizes:
+        """Returns the sizes of kernel blocks that a release cuts blocks into."""
+        base = 32 if self.device == "cpu" and facts.names_layouts else 16
+        return KernelBlockSizes((self.exact,), (() if self.exact else (base,),))
+
+    def order(self, facts: ReleaseFacts) -> DimensionOrder:
+        """Returns the meanings of the dimensions of a layer's tensor."""
+        latent = LATENT_HEADS if facts.names_layouts else LATENT_ORDER
+        return latent if self.is_mla else PACKED
+
+
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("FLASH_ATTN"),
+        Backend("FLASHINFER", exact=(16, 32, 64)),
+        Backend("TRITON_ATTN"),
+        Backend("CPU_ATTN", "cpu", default_tokens=128),
+        Backend("TRITON_MLA", is_mla=True),
+        Backend("FLASHMLA", is_mla=True, exact=(64,), default_tokens=64),
+        Backend("FLASH_ATTN_MLA", is_mla=True),
+    )
+}
+#: By device, the backend that vLLM most likely chooses for keys and values.
+_DEFAULTS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
+
+
+def backend_named(name: str | None, device: str, *, is_mla: bool) -> Backend:
+    """Finds a backend by its name, or the default one; raises :class:`BadOptions` for others."""
+    if name is None and not is_mla:
+        name = _DEFAULTS.get(device)
+    if name is None:
+        raise BadOptions(
+            f"not planned for: the attention backend that vLLM chooses on this {device}",
+            "write attention-backend into the section kvpatch, and block-size (the log of vLLM "
+            'says "Using ... backend")',
+        )
+    found = BACKENDS.get(name.upper())
+    if found is None or found.is_mla != is_mla:
+        what = "latents (MLA)" if is_mla else "keys and values"
+        known = (one.name for one in BACKENDS.values() if one.is_mla == is_mla)
+        raise BadOptions(
+            f"not planned for: {what} of the attention backend {name}",
+            f"use one of {', '.join(known)}",
+        )
+    return found

@@ -1,18 +1,18 @@
-"""The whole answer: the verdicts on a pair, what to change, and how it is printed."""
+"""The whole answer: the verdicts on a pair, the mistakes in its set-up, and what to change."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
-from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
-from kvpatch.tools.planning.preflight import Finding, findings
-from kvpatch.tools.planning.verdicts import verdicts
+from kvpatch.peer.description import RUNNING
+from kvpatch.tools.planning.arguments import EngineArguments, whole_number
+from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
+from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +22,16 @@ _STYLES = {
     Outcome.WRONG: "bold red",
     Outcome.UNKNOWN: "yellow",
 }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake of one side or of both: an error keeps the pair from serving."""
+
+    level: Literal["error", "warning"]
+    side: str
+    what: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,32 @@ class PairPlan:
             "assumed": list(self.assumed),
         }
 
+    def show(self, console: Console) -> None:
+        """Prints the verdicts, what to change, and what was assumed."""
+        from rich.table import Table
+
+        table = Table(title="kvpatch plan", show_header=False)
+        table.add_row("P", str(self.pair.prefill))
+        table.add_row("D", str(self.pair.decode))
+        table.add_row("ENABLE_KVPATCH on D", "on" if self.pair.decode.has_kvpatch else "off")
+        for name, one in (("stock vLLM", self.stock), ("kvpatch on D", self.kvpatch)):
+            reason = f": {one.reason}" if one.reason else ""
+            way = f"\n({one.way})" if one is self.kvpatch else ""
+            style = _STYLES.get(one.outcome, "red")
+            table.add_row(name, f"{one.outcome.value}{reason}{way}", style=style)
+        console.print(table)
+        if self.findings:
+            found = Table("preflight", "", "what")
+            for row in self.findings:
+                style = "red" if row.level == "error" else "yellow"
+                found.add_row(row.level, row.side, row.what, style=style)
+            console.print(found)
+        verdict, style = ("serves", "green") if self.serves else ("does not serve", "red")
+        console.print(f"This pair {verdict} as it is.", style=style, markup=False)
+        lines = [f"change: {line}" for line in self.changes]
+        for line in (*lines, *(f"taken for granted: {line}" for line in self.assumed)):
+            console.print(line, markup=False, soft_wrap=True, highlight=False)
+
 
 def plan_pair(
     prefill: EngineArguments, decode: EngineArguments, config: Path | None = None
@@ -93,28 +129,111 @@ def plan_pair(
     return plan
 
 
-def show(plan: PairPlan, console: Console) -> None:
-    """Prints the verdicts, what to change, and what was assumed."""
-    from rich.table import Table
+# --- the mistakes that are made most when a pair is set up ------------------------------------
 
-    table = Table(title="kvpatch plan", show_header=False)
-    table.add_row("P", str(plan.pair.prefill))
-    table.add_row("D", str(plan.pair.decode))
-    table.add_row("ENABLE_KVPATCH on D", "on" if plan.pair.decode.has_kvpatch else "off")
-    for name, one in (("stock vLLM", plan.stock), ("kvpatch on D", plan.kvpatch)):
-        reason = f": {one.reason}" if one.reason else ""
-        way = f"\n({one.way})" if one is plan.kvpatch else ""
-        style = _STYLES.get(one.outcome, "red")
-        table.add_row(name, f"{one.outcome.value}{reason}{way}", style=style)
-    console.print(table)
-    if plan.findings:
-        found = Table("preflight", "", "what")
-        for row in plan.findings:
-            style = "red" if row.level == "error" else "yellow"
-            found.add_row(row.level, row.side, row.what, style=style)
-        console.print(found)
-    verdict = "serves as it is" if plan.serves else "does not serve as it is"
-    console.print(f"This pair {verdict}.", style="green" if plan.serves else "red", markup=False)
-    lines = [f"change: {line}" for line in plan.changes]
-    for line in (*lines, *(f"taken for granted: {line}" for line in plan.assumed)):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
+_HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_WILDCARDS = ("0.0.0.0", "::", "*")
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
+
+def findings(pair: Pair) -> list[Finding]:
+    """Returns the findings on a pair."""
+    of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    if any(side.arguments.about.get(RUNNING) for side in pair.sides):
+        return of_sides  # a running engine publishes neither address nor port
+    apart = _are_apart(pair)
+    return [*of_sides, *_hosts(pair.prefill, apart), *_ports(pair, apart)]
+
+
+def _are_apart(pair: Pair) -> bool | None:
+    """True if P and D are on two machines; None where the arguments do not say it."""
+    machines = [side.arguments.about.get("machine") for side in pair.sides]
+    hosts = [_host(side) for side in pair.sides]
+    if None not in machines:
+        return machines[0] != machines[1]
+    is_open = any(_is_loopback(host) or host in _WILDCARDS for host in hosts)
+    return None if is_open else hosts[0] != hosts[1]
+
+
+def _host(engine: PlannedEngine) -> str:
+    return engine.arguments.environment.get(_HOST) or "localhost"
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _hosts(prefill: PlannedEngine, apart: bool | None) -> Iterator[Finding]:
+    """P hands D the value of this variable, letter by letter, as its address."""
+    host = _host(prefill)
+    said = f"{_HOST} is {host}" if _HOST in prefill.arguments.environment else f"{_HOST} is unset"
+    cure = f"set {_HOST} on P to an address that D can reach"
+    if host in _WILDCARDS:
+        what = f"{said}: P tells D to connect to {host}, which is D itself"
+        yield Finding("warning" if apart is False else "error", "P", what, cure)
+    elif _is_loopback(host) and apart:
+        yield Finding("error", "P", f"{said}, and D is on another machine", cure)
+    elif _is_loopback(host) and apart is None:
+        what = f"{said}: D must run on P's machine (`machine` in both sections says where they are)"
+        yield Finding("warning", "P", what, cure)
+
+
+def _ports(pair: Pair, apart: bool | None) -> Iterator[Finding]:
+    """Two engines of one machine need ports of their own: D listens too."""
+    taken = [_side_channel_ports(engine) for engine in pair.sides]
+    both = sorted(set(taken[0]) & set(taken[1]))
+    served = [engine.arguments.number("port", 8000) for engine in pair.sides]
+    found = []
+    if both:
+        cure = f"set {_PORT} on D to {max(taken[0]) + 1} or more"
+        found.append((f"have the side channel's port {both[0]}", cure))
+    if served[0] == served[1]:
+        found.append((f"API servers have port {served[0]}", "give one of them another --port"))
+    for what, cure in found if not apart else ():
+        where = ", which they cannot" if apart is None else ""
+        level: Literal["error", "warning"] = "warning" if apart is None else "error"
+        yield Finding(level, "P and D", f"both {what}{where} on one machine", cure)
+
+
+def _side_channel_ports(engine: PlannedEngine) -> range:
+    """One for each data-parallel rank."""
+    found = engine.arguments.environment.get(_PORT, str(engine.facts.side_channel_port))
+    first = whole_number(found, f"{engine.arguments.source}: {_PORT}")
+    return range(first, first + engine.arguments.number("data_parallel_size", 1))
+
+
+def _connector(engine: PlannedEngine) -> Iterator[Finding]:
+    right, wrong = _ROLES[:2] if engine.role == "P" else _ROLES[1::-1]
+    cure = f'set "kv_role": "{right}" in its --kv-transfer-config'
+    if not engine.transfer:
+        what = "it has no --kv-transfer-config, and so no connector"
+        cure = f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}'
+        yield Finding("error", engine.role, what, cure)
+        return
+    role = engine.transfer.get("kv_role")
+    if role == wrong:
+        yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
+    elif role not in _ROLES:
+        said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
+        yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
+
+
+def _activation(engine: PlannedEngine) -> Iterator[Finding]:
+    """kvpatch is to be loaded by every process that should have it."""
+    variables, role = engine.arguments.environment, engine.role
+    nodes = engine.arguments.number("nnodes", 1)
+    if not engine.has_kvpatch:
+        asks = [name for name in variables if name.startswith("KVPATCH_")]
+        if asks:
+            what = f"{asks[0]} is set, and {settings.ENABLE} is not"
+            yield Finding("warning", role, what, f"set {settings.ENABLE}=true")
+        return
+    plugins = variables.get("VLLM_PLUGINS", "kvpatch")
+    if "kvpatch" not in settings.listed(plugins):
+        what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
+        yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
+    on_ray = engine.arguments.option("distributed_executor_backend") == "ray"
+    if on_ray or nodes > 1:
+        what = "its workers are Ray's" if on_ray else f"it runs on {nodes} nodes"
+        what = f"{what}: each process needs kvpatch installed, and {settings.ENABLE} and KVPATCH_*"
+        yield Finding("warning", role, what, "read docs/how-to/several_nodes.md")

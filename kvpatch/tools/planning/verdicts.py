@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
@@ -20,15 +21,34 @@ from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
 from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
-from kvpatch.tools.planning.engine import PlannedEngine
+from kvpatch.tools.planning.engine import Pair, PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
-from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 
 _OTHER_KEYS = "one processor has AMX, and the other one's keys of bfloat16 are in another order"
 _STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 _SAME_BLOCKS = "use one --block-size on both sides"
 _SAME_RANKS = "use one --tensor-parallel-size on both sides"
 _SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
+
+
+class Outcome(Enum):
+    """The outcome of requests that P computes and D takes over."""
+
+    IDENTICAL = "identical"
+    UNKNOWN = "not known"
+    REFUSED = "refused at the first request"
+    REFUSED_AT_START = "refused at start"
+    WRONG = "wrong tokens, HTTP 200"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome, the reason, what would help, and who reads: vLLM, kvpatch or neither."""
+
+    outcome: Outcome
+    reason: str = ""
+    cure: str = ""
+    way: str = "refused"
 
 
 def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:

@@ -9,7 +9,6 @@ The parts, in the order in which a run uses them:
 ``handoff``      what a proxy does between a prefill and a decode engine
 ``probe``        runs inside the engine's worker: reads the cache of each request
 ``compare``      digests of caches that do not depend on their layout, and what differs
-``report``       sentences and JSON lines
 ``run``          each set-up's engines, started together and asked all prompts
 
 Nothing here patches vLLM: the probe is brought in by vLLM's own ``--worker-extension-cls``, so a

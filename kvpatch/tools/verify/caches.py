@@ -84,19 +84,13 @@ def state_caches(worker: Any) -> tuple[StateCache, ...]:
     modules = config.compilation_config.static_forward_context
     ranks = config.parallel_config.tensor_parallel_size
     model = getattr(config.model_config, "hf_text_config", None)
-    return tuple(
-        StateCache(
-            name,
-            group,
-            tuple(modules[name].kv_cache),
-            pieces_of(
-                state_division(spec, ranks, model, installed_facts()),
-                Rank(worker.rank % ranks, ranks),
-            ),
-        )
-        for group, name, spec in _specs(worker.model_runner)
-        if _is_state(spec)
-    )
+    found = []
+    for group, name, spec in _specs(worker.model_runner):
+        if _is_state(spec):
+            division = state_division(spec, ranks, model, installed_facts())
+            pieces = pieces_of(division, Rank(worker.rank % ranks, ranks))
+            found.append(StateCache(name, group, tuple(modules[name].kv_cache), pieces))
+    return tuple(found)
 
 
 def pieces_of(division: StateDivision, rank: Rank) -> tuple[StatePiece, ...]:

@@ -1,4 +1,4 @@
-"""Digests of caches, and what differs between two set-ups and the two engines of a pair. Pure.
+"""Digests of caches, what differs between set-ups and the engines of a pair, and how it is said.
 
 A *head digest* is the SHA-256 of one KV head's content of one layer: the bytes of its tokens in
 order, each token's channels in order. A *layer fingerprint* is the SHA-256 over the head digests of
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +35,7 @@ STATE = "state"
 
 
 def digest_heads(content: str, first_head: int, rows: npt.NDArray[np.uint8]) -> dict[str, str]:
-    """Digest each head of ``rows``, raw bytes of shape [token, head, channel bytes].
-
-    ``first_head`` is the global number of head 0.
-    """
+    """Digest each head of ``rows``, raw bytes of shape [token, head, channel bytes]."""
     return {
         f"{content}/{first_head + head}": hashlib.sha256(rows[:, head].tobytes()).hexdigest()
         for head in range(rows.shape[1])
@@ -43,11 +43,7 @@ def digest_heads(content: str, first_head: int, rows: npt.NDArray[np.uint8]) -> 
 
 
 def layer_fingerprint(layer: str, heads: HeadDigests) -> str:
-    """Join head digests into a layer's fingerprint.
-
-    Raises:
-        EngineFailed: a gap in the heads.
-    """
+    """Join head digests into a layer's fingerprint; raises EngineFailed for a gap in the heads."""
     places = sorted((content, int(head)) for content, head in (key.split("/") for key in heads))
     for content, of_content in itertools.groupby(places, key=lambda place: place[0]):
         found = [head for _, head in of_content]
@@ -116,12 +112,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """One prompt under one set-up, against the reference. Each problem is a sentence.
+    """One prompt under one set-up: how it differs, in words; empty where it does not.
 
     Attributes:
-        tokens: how the answer differs from the reference's.
-        transfer: how the decode engine's cache differs from the prefill engine's.
-        prefill: how the prefill engine's cache differs from the reference's.
+        tokens: the answer from the reference's.
+        transfer: the decode engine's cache from the prefill engine's.
+        prefill: the prefill engine's cache from the reference's.
     """
 
     tokens: str
@@ -184,7 +180,7 @@ def _compare_prefill(observed: Observation, reference: Observation) -> str:
 
 
 def _differing(left: LayerFingerprints, right: LayerFingerprints) -> str:
-    """Counts the layers whose fingerprints differ or that only one side has; empty for none."""
+    """Counts the layers whose fingerprints differ, or that one side lacks; empty for none."""
     layers = {*left, *right}
     differ = sum(left.get(name) != right.get(name) for name in layers)
     return f"{differ} of {len(layers)} layers differ" if differ else ""
@@ -207,19 +203,14 @@ class SetupComparison:
     control: Mapping[str, Mapping[str, CaseVerdict]]
 
     @property
-    def reference(self) -> str:
-        """The set-up that the others are held against."""
-        return next(iter(self.observations))
-
-    @property
-    def differences(self) -> list[str]:
-        """Every verdict that is not identical, as ``set-up/case``."""
-        return [
-            f"{setup}/{case}"
+    def differences(self) -> dict[str, CaseVerdict]:
+        """Every verdict that is not identical, by ``set-up/case``."""
+        return {
+            f"{setup}/{case}": verdict
             for setup, by_case in self.verdicts.items()
             for case, verdict in by_case.items()
             if not verdict.identical
-        ]
+        }
 
     @property
     def control_failures(self) -> list[str]:
@@ -271,3 +262,73 @@ def compare(
         }
 
     return SetupComparison(tuple(cases), observations, verdicts(False), verdicts(True))
+
+
+# --- what is said of a run ------------------------------------------------------------------
+
+
+def json_lines(comparison: SetupComparison) -> list[dict[str, Any]]:
+    """One record per case: what each set-up answered, its fingerprints, and the verdict."""
+
+    def verdict_of(setup: str, case: Case) -> dict[str, Any] | None:
+        verdicts = comparison.control if case.control else comparison.verdicts
+        verdict = verdicts.get(setup, {}).get(case.name)
+        return None if verdict is None else {**asdict(verdict), "identical": verdict.identical}
+
+    return [
+        {
+            "case": case.name,
+            "prompt_tokens": case.tokens,
+            "prompt_token_ids": list(case.token_ids),
+            "step": case.step,
+            "control": case.control,
+            "reference": next(iter(comparison.observations)),
+            "setups": {
+                setup: {**asdict(by_case[case.name]), "verdict": verdict_of(setup, case)}
+                for setup, by_case in comparison.observations.items()
+                if case.name in by_case
+            },
+        }
+        for case in comparison.cases
+    ]
+
+
+def write_json_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def errors(comparison: SetupComparison) -> list[str]:
+    """Returns each answer of failed requests once, with its first set-up and case."""
+    found: dict[tuple[str, str], str] = {}
+    for setup, by_case in comparison.observations.items():
+        for case, observation in by_case.items():
+            if observation.error:
+                found.setdefault((setup, observation.error), f"{setup}/{case}")
+    return [f"{where}: {error}" for (_, error), where in found.items()]
+
+
+def sentences(comparison: SetupComparison) -> list[str]:
+    """Returns the errors, a line for each prompt that differs though it must not, and the sums."""
+    differ, unnoticed = comparison.differences, comparison.control_failures
+    lines = errors(comparison)
+    for where, verdict in differ.items():
+        problems = (f"{what}: {said}" for what, said in asdict(verdict).items() if said)
+        lines.append(f"{where}: {'; '.join(problems)}")
+    compared = sum(map(len, comparison.verdicts.values()))
+    controls = sum(map(len, comparison.control.values()))
+    if not compared:
+        lines.append("nothing was compared")
+    elif differ:
+        lines.append(f"{len(differ)} of {compared} differ: {', '.join(differ)}")
+    else:
+        reference = next(iter(comparison.observations))
+        lines.append(
+            f"all {compared} identical to {reference}: tokens, and caches from prefill to decode"
+        )
+    if unnoticed:
+        lines.append(f"negative control: NOT NOTICED for {', '.join(unnoticed)}")
+    elif controls:
+        lines.append(f"negative control: differs (as it must), {controls} of {controls}")
+    else:
+        lines.append("negative control: not run")
+    return lines

@@ -67,8 +67,6 @@ class EngineSpec:
     Attributes:
         name: for tables and log files, e.g. ``stock-prefill``.
         arguments: of the API server, later ones override earlier ones.
-        connector: whether it gets a NixlConnector.
-        kvpatch: whether ``ENABLE_KVPATCH`` is set in its environment.
         environment: variables on top of the inherited ones.
         python: of the environment whose vLLM it is; empty for the one that this runs in.
     """
@@ -98,16 +96,14 @@ def free_ports(count: int) -> int:
 
 
 def command(spec: EngineSpec, port: int) -> list[str]:
-    arguments = [
+    connector = ("--kv-transfer-config", json.dumps(TRANSFER_CONFIG)) if spec.connector else ()
+    return [
+        *(spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", spec.model, "--served-model-name", spec.model),
         *("--host", HOST, "--port", str(port)),
         *("--worker-extension-cls", "kvpatch.tools.verify.probe.CacheProbe"),
+        *(*connector, *spec.arguments),  # last, so that they override
     ]
-    if spec.connector:
-        arguments += ["--kv-transfer-config", json.dumps(TRANSFER_CONFIG)]
-    arguments += spec.arguments  # last, so that they override
-    python = spec.python or sys.executable
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
 
 def environment(
@@ -124,7 +120,7 @@ def environment(
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(spec.model).is_dir():
-        result |= {"HF_HUB_OFFLINE": "1"}
+        result["HF_HUB_OFFLINE"] = "1"
     if spec.kvpatch:
         result["ENABLE_KVPATCH"] = "true"
     return result | dict(spec.environment)
@@ -165,7 +161,7 @@ class Engine:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process, in a process group of its own; returns at once."""
+        """Start the process; returns at once."""
         self.port = free_ports(1)
         side_channel = free_ports(_SIDE_CHANNEL_PORTS)
         with self.log.open("wb") as log:
@@ -189,7 +185,7 @@ class Engine:
 
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self._lost_a_port():
+            if self.log.exists() and _PORT_TAKEN in self.log.read_text(errors="replace"):
                 # Its listener ended and the server hangs: another process was faster.
                 self.stop()
                 self.start()
@@ -205,9 +201,6 @@ class Engine:
         raise EngineFailed(
             f"{self.spec.name} was not ready after {timeout_s:.0f} s; {self._log_tail()}"
         )
-
-    def _lost_a_port(self) -> bool:
-        return self.log.exists() and _PORT_TAKEN in self.log.read_text(errors="replace")
 
     def _spread_over_cores(self) -> None:
         """Undo the pinning of the connector's workers to the last core.
@@ -281,7 +274,7 @@ def stop_all(engines: Sequence[Engine]) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """True if the group (led by ``process``) still had a member to signal."""
+    """Signals a process group; True if it still had a member."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -290,7 +283,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes], number: int, grace_s: float) -> bool:
-    """Signal the group and wait until it is empty; whether it is."""
+    """Signals a process group, and waits; True if it is empty then."""
     deadline = time.monotonic() + grace_s
     alive = _signal_group(process, number)
     while alive and time.monotonic() < deadline:

@@ -39,22 +39,20 @@ async def running(
 ) -> AsyncIterator[list[Engine]]:
     """The engines, started side by side and ready; stopped on the way out, whatever happens."""
     engines = [Engine(spec, options.work_dir / f"{spec.name}.log") for spec in specs]
+
+    async def ready(engine: Engine, progress: Progress) -> None:
+        task = progress.add_task(f"starting {engine.spec.name}", total=1)
+        await engine.ready(client, options.startup_timeout)
+        progress.update(task, completed=1, description=f"{engine.spec.name} is ready")
+
     try:
         with progress_bar(console) as progress:
             for engine in engines:
                 engine.start()
-            await asyncio.gather(*(_ready(engine, client, options, progress) for engine in engines))
+            await asyncio.gather(*(ready(engine, progress) for engine in engines))
         yield engines
     finally:
         stop_all(engines)
-
-
-async def _ready(
-    engine: Engine, client: httpx.AsyncClient, options: Options, progress: Progress
-) -> None:
-    task = progress.add_task(f"starting {engine.spec.name}", total=1)
-    await engine.ready(client, options.startup_timeout)
-    progress.update(task, completed=1, description=f"{engine.spec.name} is ready")
 
 
 def progress_bar(console: Console) -> Progress:
@@ -118,10 +116,9 @@ class Serving:
 
     async def observe(self, cases: Sequence[Case]) -> dict[str, Observation]:
         """Send every prompt; the spoiled ones last."""
-        for engine in self.prefill:
-            await engine.rpc(self.client, "kvpatch_watch", PREFILLED)
-        for engine in self.decode:
-            await engine.rpc(self.client, "kvpatch_watch", LOADED)
+        for engines, moment in ((self.prefill, PREFILLED), (self.decode, LOADED)):
+            for engine in engines:
+                await engine.rpc(self.client, "kvpatch_watch", moment)
         await self._warm_up(cases)
         numbers = {case.name: number for number, case in enumerate(cases)}
         observations: dict[str, Observation] = {}
@@ -180,8 +177,7 @@ class Serving:
         machine on which engines have just started may be too busy for that; a pair that can never
         shake hands fails on every prompt that follows.
         """
-        token_ids = cases[0].token_ids * _WARM_UP_TOKENS
-        case = Case("warm-up", token_ids, step=-1)
+        case = Case("warm-up", cases[0].token_ids * _WARM_UP_TOKENS, step=-1)
         for number in range(len(self.prefill) * max(1, len(self.decode))):
             for _ in range(_WARM_UP_TRIES):
                 request_id = f"kvpatch{uuid.uuid4().hex}"
@@ -199,10 +195,10 @@ class Serving:
         request = Request(prefill.spec.model, case.token_ids, request_id)
         client, tokens = self.client, self.options.max_tokens
         try:
-            if decode:
-                urls = prefill.url, decode.url
-                return Observation(await prefill_then_decode(client, *urls, request, tokens))
-            return Observation(await complete(client, prefill.url, request, tokens))
+            if decode is None:
+                return Observation(await complete(client, prefill.url, request, tokens))
+            urls = prefill.url, decode.url
+            return Observation(await prefill_then_decode(client, *urls, request, tokens))
         except (RequestFailed, httpx.TransportError) as error:
             for engine in self._engines:
                 engine.require_alive()
@@ -210,9 +206,8 @@ class Serving:
 
     async def _snapshots(self, engine: Engine) -> dict[str, Snapshot]:
         """Request id -> snapshot, of what the engine noted since the last call."""
-        ranks = await engine.rpc(self.client, "kvpatch_records")
         by_request: dict[str, list[dict[str, Any]]] = {}
-        for records in ranks:
+        for records in await engine.rpc(self.client, "kvpatch_records"):
             for record in records:
                 by_request.setdefault(record["request"], []).append(record)
         return {
@@ -227,10 +222,7 @@ class Serving:
 
 def _find(snapshots: dict[str, Snapshot], request_id: str) -> Snapshot | None:
     """The engine puts a prefix and suffixes around the id that it was given."""
-    for name, snapshot in snapshots.items():
-        if request_id in name:
-            return snapshot
-    return None
+    return next((found for name, found in snapshots.items() if request_id in name), None)
 
 
 T = TypeVar("T")

@@ -149,16 +149,6 @@ def table_of(found: Sequence[Compared], device: str) -> Table:
     return table
 
 
-def _check(device: str) -> None:
-    if device not in DEVICES:
-        raise BadOptions(f"--device is {device!r}", f"give one of {', '.join(DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadOptions(
-            f"torch {torch.__version__} finds no CUDA device here",
-            "run this where the engines run, with their Python, or with --device cpu",
-        )
-
-
 def noise(size: int, seed: int) -> torch.Tensor:
     """Returns random bytes, so that a byte in the wrong place shows."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
@@ -219,7 +209,13 @@ def beside_prefill(device: str, size: int, threads: int = 1) -> Iterator[WorkerM
         BadOptions: there is no such device, or no NIXL.
         EngineFailed: the other process did not start.
     """
-    _check(device)
+    if device not in DEVICES:
+        raise BadOptions(f"--device is {device!r}", f"give one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadOptions(
+            f"torch {torch.__version__} finds no CUDA device here",
+            "run this where the engines run, with their Python, or with --device cpu",
+        )
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
     arguments = (theirs, device, size, threads)
@@ -301,11 +297,9 @@ class _Decode:
         """Returns P's planes, layer by layer: those of a memory like it, at P's address."""
         apart = self._own.remote_address - self._remote.data_ptr()
         layers = _planes(pair.prefill.views(self._remote, pair.heads, pair.channels))
+        memory = self._own.ends.remote
         return [
-            [
-                replace(one, address=one.address + apart, memory=self._own.ends.remote)
-                for one in planes
-            ]
+            [replace(one, address=one.address + apart, memory=memory) for one in planes]
             for planes in layers
         ]
 
