@@ -43,7 +43,37 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> 
     """
     named = peer.named
     if named is not None:
-        _check_contents(named, ours, peer)
+        if peer.backend not in (None, named.backend):
+            raise PeerRefused(
+                f"by its hash its attention backend is {named.backend}, and its handshake says "
+                f"{peer.backend}",
+                _ONE_VLLM,
+            )
+        if named.cache_dtype not in PLAIN_CACHE_DTYPES:
+            raise PeerRefused(
+                f"where scales lie in a cache of {named.cache_dtype} is for each backend and "
+                "release to say",
+                "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
+            )
+        if ours.states:
+            raise PeerRefused(
+                "this model has recurrent state too, and a hash names the backend of one layer "
+                "alone",
+                _ALIKE_IN_BOTH,
+            )
+        for name, layer in ours.layers.items():
+            if layer.kind.holds is not Holds.ROWS:
+                raise PeerRefused(
+                    f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this "
+                    "one only rows of tokens are read",
+                    _ALIKE_IN_BOTH,
+                )
+        if not ours.backends <= {ours.backend}:
+            raise PeerRefused(
+                "layers of this model have the attention backends "
+                f"{', '.join(sorted(ours.backends))}, and a hash names the first one's alone",
+                _ALIKE_IN_BOTH,
+            )
     if peer.releases:
         return _of_other_release(ours, peer, is_plain=is_plain)
     return peer if named is None else _of_named(ours, peer, named)
@@ -154,37 +184,4 @@ def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) ->
             f"{own_backend}, whose blocks are {own or 'rows, or not known here'}",
             "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which "
             "has its hash compared, or use one attention backend on both sides",
-        )
-
-
-def _check_contents(named: Explanation, ours: LocalGeometry, peer: AgentMetadata) -> None:
-    if peer.backend not in (None, named.backend):
-        raise PeerRefused(
-            f"by its hash its attention backend is {named.backend}, and its handshake says "
-            f"{peer.backend}",
-            _ONE_VLLM,
-        )
-    if named.cache_dtype not in PLAIN_CACHE_DTYPES:
-        raise PeerRefused(
-            f"where scales lie in a cache of {named.cache_dtype} is for each backend and release "
-            "to say",
-            "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
-        )
-    if ours.states:
-        raise PeerRefused(
-            "this model has recurrent state too, and a hash names the backend of one layer alone",
-            _ALIKE_IN_BOTH,
-        )
-    for name, layer in ours.layers.items():
-        if layer.kind.holds is not Holds.ROWS:
-            raise PeerRefused(
-                f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this one "
-                "only rows of tokens are read",
-                _ALIKE_IN_BOTH,
-            )
-    if not ours.backends <= {ours.backend}:
-        raise PeerRefused(
-            f"layers of this model have the attention backends {', '.join(sorted(ours.backends))}, "
-            "and a hash names the first one's alone",
-            _ALIKE_IN_BOTH,
         )

@@ -187,27 +187,42 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
     refuse_other_rows(ours.facts, ours.backend, peer.backend)
-    parts = peer.kernel_blocks_per_block
-    if peer.key_order in (None, ours.key_order):  # else a CPU's whose processor packs them so
-        same_tokens = peer.block_tokens == ours.block_tokens
-        same_cut = parts in (None, ours.kernel_blocks_per_block)
-        # Without heads these two are the same bytes.
-        are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
-        same_layout = peer.layout in (None, ours.layout) or are_latents
-        # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
-        inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
-        same_heads = peer.tp_size == ours.tp_size or (
-            (inner == "HND" or not ours.has_heads)
-            and not has_ranks_unmet(ours, peer)
-            and not has_replicated_heads(ours, peer)
-            and not split_by_nobody(ours, peer)
-        )
-        same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
-        same_blocks = same_tokens and same_cut and same_layout and same_heads
-        if same_blocks and same_split and not ours.misses_pages:
-            return True
-        if not same_split and ours.kv_split != "together":
-            _refuse_unknown_split(ours, peer)
+    parts, packs_alike = peer.kernel_blocks_per_block, peer.key_order in (None, ours.key_order)
+    same_cut = parts in (None, ours.kernel_blocks_per_block)
+    # Without heads these two are the same bytes.
+    are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
+    same_layout = peer.layout in (None, ours.layout) or are_latents
+    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
+    inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
+    same_heads = peer.tp_size == ours.tp_size or (
+        (inner == "HND" or not ours.has_heads)
+        and not has_ranks_unmet(ours, peer)
+        and not has_replicated_heads(ours, peer)
+        and not split_by_nobody(ours, peer)
+    )
+    same_blocks = peer.block_tokens == ours.block_tokens and same_cut and same_layout and same_heads
+    same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
+    # Else a CPU's whose processor packs keys otherwise.
+    if packs_alike and same_blocks and same_split and not ours.misses_pages:
+        return True
+    if packs_alike and not same_split and ours.kv_split != "together":
+        # By its statement its keys and values are together.
+        if peer.layout is None:
+            raise PeerRefused(
+                "this release's handshake states no layout, which tells heads from tokens where "
+                "P's blocks hold keys and values together and ours keep them apart",
+                "use kvcached on both sides or on neither, or vLLM 0.10.1 or later",
+            )
+        cuts: tuple[int, ...] = (parts or 1,)
+        if parts is None and ours.kernel_sizes is not None:
+            cuts = ours.kernel_sizes.parts(peer.block_tokens or ours.block_tokens)
+        if may_be_kvcacheds(peer, cuts):
+            raise PeerRefused(
+                "its blocks hold keys and values together, or it has kvcached, which would keep "
+                "them apart, and no kvpatch to say so: as many blocks come out of kvcached's pages",
+                "set ENABLE_KVPATCH on a P with kvcached, and have one without it use another "
+                "number of blocks (--num-gpu-blocks-override)",
+            )
     check_key_order(ours, peer)
     if parts is None and ours.kernel_sizes is None:
         raise PeerRefused(
@@ -221,23 +236,3 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
             "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
     return False
-
-
-def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose keys and values are together by its statement, and may not be."""
-    if peer.layout is None:
-        raise PeerRefused(
-            "this release's handshake states no layout, which tells heads from tokens where P's "
-            "blocks hold keys and values together and ours keep them apart",
-            "use kvcached on both sides or on neither, or vLLM 0.10.1 or later",
-        )
-    parts: tuple[int, ...] = (peer.kernel_blocks_per_block or 1,)
-    if peer.kernel_blocks_per_block is None and ours.kernel_sizes is not None:
-        parts = ours.kernel_sizes.parts(peer.block_tokens or ours.block_tokens)
-    if may_be_kvcacheds(peer, parts):
-        raise PeerRefused(
-            "its blocks hold keys and values together, or it has kvcached, which would keep them "
-            "apart, and no kvpatch to say so: as many blocks come out of kvcached's pages",
-            "set ENABLE_KVPATCH on a P with kvcached, and have one without it use another number "
-            "of blocks (--num-gpu-blocks-override)",
-        )

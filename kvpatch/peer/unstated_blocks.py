@@ -15,7 +15,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS
-from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks
+from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
 from kvpatch.worker.local_geometry import LocalGeometry
@@ -87,18 +87,38 @@ def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometr
         peer = replace(peer, block_tokens=None)
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
-    if peer.stated_blocks is not None:
-        peer = _as_stated(ours, peer, peer.stated_blocks)
+    stated = peer.stated_blocks
+    if stated is not None:
+        if stated.dtype and ours.dtype and stated.dtype != ours.dtype:
+            raise PeerRefused(
+                f"its keys and values are of {stated.dtype}, ours of {ours.dtype}",
+                "use one --dtype and --kv-cache-dtype on both sides",
+            )
+        tokens = peer.block_tokens
+        if tokens is None:  # its bytes are compared with this number of tokens
+            tokens = tokens_in_bytes(ours, peer)
+        if tokens != stated.kernel_tokens:
+            raise PeerRefused(
+                f"its kvpatch states kernel blocks of {stated.kernel_tokens} tokens, and its "
+                f"handshake comes to {tokens}",
+                "use one model, --dtype, --kv-cache-dtype, vLLM and kvpatch on both sides",
+            )
+        peer = replace(
+            peer,
+            block_tokens=tokens,
+            kernel_blocks_per_block=stated.block_tokens // stated.kernel_tokens,
+            layout=stated.layout if peer.layout is None else peer.layout,
+        )
     if peer.block_tokens is None:  # <= 0.11.0: no block is cut, and items may differ in size
         peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
         variables += [settings.PEER_BLOCK_SIZE] * (declared.block_tokens is None)
     elif peer.kernel_blocks_per_block is None:  # 0.11.1 to 0.20: a backend may cut blocks
-        own, parts = ours.kernel_blocks_per_block, _possible_cuts(ours, peer, declared)
-        if len(parts) != 1:
+        own, cuts = ours.kernel_blocks_per_block, _possible_cuts(ours, peer, declared)
+        if len(cuts) != 1:
             variables.append(settings.PEER_BLOCK_SIZE)
-            is_like = not parts or own in parts
-        if parts:
-            peer = replace(peer, kernel_blocks_per_block=own if own in parts else parts[0])
+            is_like = not cuts or own in cuts
+        if cuts:
+            peer = replace(peer, kernel_blocks_per_block=own if own in cuts else cuts[0])
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     is_open = peer.layout is None and heads > 1 and (peer.block_tokens or 2) > 1  # 0.10.0
     if is_open and ours.key_order is KeyOrder.ROW_MAJOR and ours.has_heads:
@@ -106,36 +126,23 @@ def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometr
         if declared.layout is None:
             variables.append(settings.PEER_LAYOUT)
             is_like = is_like and ours.inner_layout == _UNTOLD_LAYOUT
-    _check_declared(peer, declared)
+    wanted, tokens, parts = declared.block_tokens, peer.block_tokens, peer.kernel_blocks_per_block
+    if wanted is not None and tokens is not None:
+        is_wanted = wanted % tokens == 0 if parts is None else wanted == tokens * parts
+        if not is_wanted:
+            raise _not_as_declared(declared, f"blocks of {tokens * (parts or 1)} tokens")
+    if declared.layout is not None and peer.inner_layout not in (None, declared.layout):
+        raise PeerRefused(
+            f"{settings.PEER_LAYOUT} declares {declared.layout} and its handshake says "
+            f"{peer.layout}",
+            "set it to what P has, or unset it",
+        )
     peer = _with_key_order(ours, peer, declared.keys)
     is_by_column = ours.key_order is not KeyOrder.ROW_MAJOR
     is_cpus = is_by_column and peer.backend in (None, ours.backend)
     if peer.key_order is None and is_cpus and may_be_tiled(ours, peer):
         variables.append(settings.PEER_KEYS)
     return Completed(peer, tuple(variables), is_like)
-
-
-def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -> AgentMetadata:
-    if stated.dtype and ours.dtype and stated.dtype != ours.dtype:
-        raise PeerRefused(
-            f"its keys and values are of {stated.dtype}, ours of {ours.dtype}",
-            "use one --dtype and --kv-cache-dtype on both sides",
-        )
-    tokens = peer.block_tokens
-    if tokens is None:  # its bytes are compared with this number of tokens
-        tokens = tokens_in_bytes(ours, peer)
-    if tokens != stated.kernel_tokens:
-        raise PeerRefused(
-            f"its kvpatch states kernel blocks of {stated.kernel_tokens} tokens, and its handshake "
-            f"comes to {tokens}",
-            "use one model, --dtype, --kv-cache-dtype, vLLM and kvpatch on both sides",
-        )
-    return replace(
-        peer,
-        block_tokens=tokens,
-        kernel_blocks_per_block=stated.block_tokens // stated.kernel_tokens,
-        layout=stated.layout if peer.layout is None else peer.layout,
-    )
 
 
 def _possible_cuts(
@@ -152,25 +159,6 @@ def _possible_cuts(
     if not found:
         raise _not_as_declared(declared, f"kernel blocks of {tokens} tokens")
     return found
-
-
-def _check_declared(peer: AgentMetadata, declared: DeclaredGeometry) -> None:
-    """Refuses a peer whose handshake does not come to what the operator has declared."""
-    wanted, tokens, parts = declared.block_tokens, peer.block_tokens, peer.kernel_blocks_per_block
-    if wanted is None or tokens is None:
-        is_wanted = True
-    elif parts is None:
-        is_wanted = wanted % tokens == 0
-    else:
-        is_wanted = wanted == tokens * parts
-    if not is_wanted:
-        raise _not_as_declared(declared, f"blocks of {(tokens or 0) * (parts or 1)} tokens")
-    if declared.layout is not None and peer.inner_layout not in (None, declared.layout):
-        raise PeerRefused(
-            f"{settings.PEER_LAYOUT} declares {declared.layout} and its handshake says "
-            f"{peer.layout}",
-            "set it to what P has, or unset it",
-        )
 
 
 def _not_as_declared(declared: DeclaredGeometry, found: str) -> PeerRefused:
