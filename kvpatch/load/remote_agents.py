@@ -161,7 +161,7 @@ class Handshake:
 
     def read(self, local: LocalCache | UnreadCache) -> AgentMetadata:
         """Returns what the peer states, as far as our side of it asks."""
-        known, named = self.state.held(PeerReleases), self.state.of(NamedPeers).accepted()
+        known, named = self.state.held(PeerReleases), self.state.of(NamedPeers).accepted
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
                 f"{named}, which is accepted where kvpatch reads into the cache, and it "
@@ -240,7 +240,7 @@ class Handshake:
         """
         if isinstance(decision, PeerRefused):
             raise decision
-        named = self.state.of(NamedPeers).accepted()
+        named = self.state.of(NamedPeers).accepted
         if named is not None:
             _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
         if decision.open_to:

@@ -285,23 +285,17 @@ def _regions(stated: Callable[[str], Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _packed_layers(found: Any) -> tuple[tuple[str, int, int], ...]:
-    is_map = isinstance(found or {}, Mapping)
+    name, is_map = "packed_member_layouts", isinstance(found or {}, Mapping)
     stated: Mapping[Any, Any] = found if found and is_map else {}
-    places = {layer: _numbers("packed_member_layouts", of, least=0) for layer, of in stated.items()}
+    places = {layer: _numbers(name, of, least=0) for layer, of in stated.items()}
     if not is_map or not all(isinstance(n, str) and len(of) == 2 for n, of in places.items()):
-        raise PeerRefused(
-            f"a peer's handshake has packed_member_layouts={shown(found)}: expected an offset and "
-            "a length for each layer",
-            _ONE_VERSION,
-        )
+        raise _unexpected(name, found, "an offset and a length for each layer")
     return tuple((layer, *place) for layer, place in sorted(places.items()))
 
 
 def _text(name: str, found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a name", _ONE_VERSION
-        )
+        raise _unexpected(name, found, "a name")
     return found
 
 
@@ -309,25 +303,23 @@ def _names(name: str, found: Any) -> tuple[str, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list | tuple) or not all(isinstance(n, str) for n in found):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a list of names", _ONE_VERSION
-        )
+        raise _unexpected(name, found, "a list of names")
     return tuple(found)
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
     if not isinstance(found, list | tuple):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}, which is no list", _ONE_VERSION
-        )
+        raise _unexpected(name, found, "a list")
     return tuple(_number(name, number, least) for number in found)
 
 
 def _number(name: str, found: Any, least: int = 1) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 1 << 63:
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a whole number of {least} or "
-            "more",
-            _ONE_VERSION,
-        )
+        raise _unexpected(name, found, f"a whole number of {least} or more")
     return found
+
+
+def _unexpected(name: str, found: Any, expected: str) -> PeerRefused:
+    return PeerRefused(
+        f"a peer's handshake has {name}={shown(found)}: expected {expected}", _ONE_VERSION
+    )

@@ -98,9 +98,17 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
         for layer, kind in local.kinds.items():
-            has_tokens = same_tokens or (kind.joins and joins)
-            has_heads = same_ranks or not local.has_heads
-            _check_uncut(layer, kind, has_tokens=has_tokens, has_heads=has_heads)
+            if not kind.is_known:
+                raise unknown_kind(layer, kind)
+            contents = f"blocks of layer {layer} hold {kind.contents}"
+            is_whole = kind.holds is Holds.WHOLE
+            if is_whole and not (same_tokens or (kind.joins and joins)):
+                raise PeerRefused(f"{contents}, and move whole", "use one block size")
+            # What has no heads is whole on every rank, and the release reads it so, but some rings.
+            if is_whole and kind.mixes_heads and local.has_heads and not same_ranks:
+                raise PeerRefused(
+                    f"{contents}, and move whole, never a share of their heads", ONE_SIZE
+                )
     if not same_ranks:
         for layer, division in local.divisions.items():
             if division.reason:
@@ -125,24 +133,6 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             f"{local.misreads_smaller}",
             "use one --block-size on both sides",
         )
-
-
-def _check_uncut(layer: str, kind: Kind, *, has_tokens: bool, has_heads: bool) -> None:
-    """Refuses a peer of whose blocks the release would cut what moves whole.
-
-    What has no heads is whole on every rank, and the release reads it so, but for some rings.
-
-    Args:
-        has_tokens: True if the release reads all tokens of a block.
-        has_heads: True if it reads all of its heads.
-    """
-    if not kind.is_known:
-        raise unknown_kind(layer, kind)
-    contents = f"blocks of layer {layer} hold {kind.contents}"
-    if kind.holds is Holds.WHOLE and not has_tokens:
-        raise PeerRefused(f"{contents}, and move whole", "use one block size")
-    if kind.holds is Holds.WHOLE and kind.mixes_heads and not has_heads:
-        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
 
 
 def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> None:
