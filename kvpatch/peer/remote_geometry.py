@@ -21,7 +21,6 @@ from kvpatch.geometry.layout_strides import (
     NHD,
     PACKED_HND,
     PACKED_NHD,
-    Axes,
     DenseBlocks,
     block_axes,
     inner_layout_of_axes,
@@ -91,6 +90,13 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
 
 def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     """Yields the pieces of regions that hold what our region of the same number holds."""
+    by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
+    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
+    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
+    layout = peer.inner_layout
+    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
+        shows = ours.shows_layout or peer.layout is None
+        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     for layer, region, members in _regions(ours, peer):
         shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
         found = shape_at_peer(ours, peer, members, peer.block_bytes[region])
@@ -101,31 +107,21 @@ def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
                 f"not to {peer.block_bytes[region]}",
                 "both sides need one model, one --kv-cache-dtype and one attention backend",
             )
-        by_turns = len(members) == 2 and layer.has_heads_by_turns
-        # Heads by turns are a token's keys and values side by side, head by head.
-        axes = PACKED_NHD
-        if not by_turns or (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-            axes = _region_axes(len(members) == 2 and shape == "packed", ours, peer)
+        has_both = len(members) == 2
+        is_packed = has_both and shape == "packed"
+        if by_column:
+            axes = BY_COLUMN
+        elif has_both and layer.has_heads_by_turns:
+            axes = PACKED_NHD  # a token's keys and values are side by side, head by head
+        elif layout is None:
+            raise PeerRefused(
+                f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
+            )
+        elif layout == "HND":
+            axes = PACKED_HND if is_packed else HND
+        else:
+            axes = PACKED_NHD if is_packed else NHD
         yield Piece(members, region, axes, found)
-
-
-def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
-    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
-    if (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-        return BY_COLUMN
-    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
-    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
-    layout = peer.inner_layout
-    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
-        shows = ours.shows_layout or peer.layout is None
-        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
-    if layout is None:
-        raise PeerRefused(
-            f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
-        )
-    if layout == "HND":
-        return PACKED_HND if packed else HND
-    return PACKED_NHD if packed else NHD
 
 
 def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
