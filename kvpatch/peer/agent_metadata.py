@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -195,7 +194,10 @@ def read_agent_metadata(
     metadata: Any, facts: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
     """Reads a peer's agent metadata, and refuses numbers that cannot be true."""
-    stated = partial(_stated, metadata, facts)
+
+    def stated(name: str) -> Any:  # None where the release has no such field, or P leaves it empty
+        return getattr(metadata, name) if name in facts.agent_metadata else None
+
     addresses, block_bytes, stride_bytes = _regions(stated)
     counts = _numbers("region_num_blocks", stated("region_num_blocks") or ())
     blocks = min((_number("num_blocks", stated("num_blocks")), *counts))
@@ -253,11 +255,6 @@ def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> A
         if getattr(metadata, name) is not None:
             setattr(found, name, stated[name])
     return found
-
-
-def _stated(metadata: Any, facts: ReleaseFacts, name: str) -> Any:
-    """Returns a field; None where the release has no such field or the peer leaves it empty."""
-    return getattr(metadata, name) if name in facts.agent_metadata else None
 
 
 def _regions(stated: Callable[[str], Any]) -> tuple[tuple[int, ...], ...]:
