@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NoReturn
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import CacheShape, ReleaseFacts
@@ -286,13 +286,13 @@ def _packed_layers(found: Any) -> tuple[tuple[str, int, int], ...]:
     stated: Mapping[Any, Any] = found if found and is_map else {}
     places = {layer: _numbers(name, of, least=0) for layer, of in stated.items()}
     if not is_map or not all(isinstance(n, str) and len(of) == 2 for n, of in places.items()):
-        raise _unexpected(name, found, "an offset and a length for each layer")
+        _refuse(name, found, "an offset and a length for each layer")
     return tuple((layer, *place) for layer, place in sorted(places.items()))
 
 
 def _text(name: str, found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise _unexpected(name, found, "a name")
+        _refuse(name, found, "a name")
     return found
 
 
@@ -300,23 +300,23 @@ def _names(name: str, found: Any) -> tuple[str, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list | tuple) or not all(isinstance(n, str) for n in found):
-        raise _unexpected(name, found, "a list of names")
+        _refuse(name, found, "a list of names")
     return tuple(found)
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
     if not isinstance(found, list | tuple):
-        raise _unexpected(name, found, "a list")
+        _refuse(name, found, "a list")
     return tuple(_number(name, number, least) for number in found)
 
 
 def _number(name: str, found: Any, least: int = 1) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 1 << 63:
-        raise _unexpected(name, found, f"a whole number of {least} or more")
+        _refuse(name, found, f"a whole number of {least} or more")
     return found
 
 
-def _unexpected(name: str, found: Any, expected: str) -> PeerRefused:
-    return PeerRefused(
+def _refuse(name: str, found: Any, expected: str) -> NoReturn:
+    raise PeerRefused(
         f"a peer's handshake has {name}={shown(found)}: expected {expected}", _ONE_VERSION
     )
