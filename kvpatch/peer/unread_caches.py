@@ -140,12 +140,17 @@ def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> 
     short = rows.copied_short()
     if short is not None:
         page, copied = short
-        is_whole = page.holder is Holder.WHOLE_STATE
+        size = page.region.size_bytes
+        if page.holder is Holder.WHOLE_STATE:
+            raise PeerRefused(
+                f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM "
+                f"copies {copied} of them, by the size of another layer that begins there",
+                "use vLLM 0.32 or later on both sides",
+            )
         raise PeerRefused(
-            f"{'the state of ' if is_whole else ''}layer {page.layer} has "
-            f"{page.region.size_bytes} bytes in a block, and this vLLM copies {copied} of them, "
-            "by the size of another layer that begins there",
-            f"use {'vLLM 0.32 or later' if is_whole else 'a larger --block-size'} on both sides",
+            f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of "
+            "them, by the size of another layer that begins there",
+            "use a larger --block-size on both sides",
         )
     ranks = remote.tp_size, local.tp_size
     regions = regions_of(remote.addresses, remote.block_bytes)
