@@ -25,9 +25,9 @@ from kvpatch.peer.inspected_caches import (
     has_blocks_of,
     is_plain,
 )
-from kvpatch.peer.notifications import Notifications
+from kvpatch.peer.other_releases import Notifications
 from kvpatch.peer.remote_geometry import kv_split_of
-from kvpatch.peer.remote_states import places_of_states
+from kvpatch.peer.remote_ranks import places_of_states
 from kvpatch.transfer.lifetime import Leases
 from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest

@@ -32,17 +32,20 @@ from kvpatch.peer.homogeneous_view import (
 )
 from kvpatch.peer.other_releases import PeerReleases, read_statement
 from kvpatch.peer.peer_hash import NamedPeers
-from kvpatch.peer.stated_words import (
+from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unstated_blocks import (
     CONTENTS,
     KEYS,
     LAYOUT,
     SideChannels,
     check_contents,
     contents_of,
+    declared_geometry,
+    leaves_open,
+    may_be_tiled,
+    order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache
-from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open, may_be_tiled, order_of
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
@@ -158,7 +161,7 @@ class Handshake:
 
     def read(self, local: LocalCache | UnreadCache) -> AgentMetadata:
         """Returns what the peer states, as far as our side of it asks."""
-        known, named = self.state.held(PeerReleases), self.state.of(NamedPeers).accepted()
+        known, named = self.state.held(PeerReleases), self.state.of(NamedPeers).accepted
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
                 f"{named}, which is accepted where kvpatch reads into the cache, and it "
@@ -237,7 +240,7 @@ class Handshake:
         """
         if isinstance(decision, PeerRefused):
             raise decision
-        named = self.state.of(NamedPeers).accepted()
+        named = self.state.of(NamedPeers).accepted
         if named is not None:
             _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
         if decision.open_to:

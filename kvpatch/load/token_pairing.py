@@ -20,7 +20,7 @@ from kvpatch.geometry.staged_plan import Share
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import tokens_of
-from kvpatch.peer.remote_states import RemoteStates
+from kvpatch.peer.remote_ranks import RemoteStates
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages

@@ -50,7 +50,6 @@ from kvpatch.worker.state import (
 
 if TYPE_CHECKING:
     from kvpatch.host_buffer.scheduler import HostBufferScheduler
-    from kvpatch.host_buffer.worker import HostBuffer
     from kvpatch.worker.release_worker import ReleaseWorker
 
 # --- the workers ---------------------------------------------------------------
@@ -77,7 +76,12 @@ def _worker_init(
 
 def _save(connector: Any, _: Any) -> None:
     """Saves a step's blocks, once vLLM has waited for its own saves."""
-    buffer = _buffer_of(connector)
+    worker = connector.connector_worker
+    if worker is None or not worker_state(worker).is_host_buffered:
+        return
+    from kvpatch.host_buffer.worker import HostBuffer
+
+    buffer = worker_state(worker).held(HostBuffer)
     copies = None if buffer is None else message_on(connector._connector_metadata).get(SAVES)
     if buffer is not None and copies is not None:
         buffer.save(copies)
@@ -90,16 +94,6 @@ def _set_host_xfer_buffer_ops(
     if worker is None or not worker_state(worker).is_host_buffered:
         return wrapped(copy_operation)
     return None  # for the mirror of the release, which this worker does not have
-
-
-def _buffer_of(connector: Any) -> HostBuffer | None:
-    """Returns the host buffer of a connector's worker half, if it has one."""
-    worker = connector.connector_worker
-    if worker is None or not worker_state(worker).is_host_buffered:
-        return None
-    from kvpatch.host_buffer.worker import HostBuffer
-
-    return worker_state(worker).held(HostBuffer)
 
 
 def _make(release: ReleaseWorker, kv_caches: Any) -> Any:

@@ -49,7 +49,6 @@ from kvpatch.guard.transfer_params import (
     checked,
     loads_nothing,
 )
-from kvpatch.observe.book import Book
 from kvpatch.worker.state import connectors_of, engine_state, is_push, scheduler_state
 
 _LOG = logging.getLogger("kvpatch.transfer_params")
@@ -65,22 +64,20 @@ def _server_add_request(
     facts: ReleaseFacts,
     **named: Any,
 ) -> Any:
-    """Raises what the server answers a bad request by, before anything is booked of it."""
-    try:
-        _check_at_server(instance.vllm_config, params, facts)
-    except ParamsRefused as error:
-        raise _bad_request(error, facts) from None
-    return wrapped(request_id, prompt, params, *more, **named)
+    """Raises what the server answers a bad request by, before anything is booked of it.
 
-
-def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
-    """The prompt may not be tokenized yet: how long it is the scheduler knows."""
+    The prompt may not be tokenized yet: how long it is the scheduler knows.
+    """
+    config, extra = instance.vllm_config, getattr(params, "extra_args", None)
     transfer = config.kv_transfer_config
-    extra = getattr(params, "extra_args", None)
     if transfer is not None and transfer.kv_connector in _NIXL and extra:
         most = int(config.model_config.max_model_len)
-        is_push = transfer.kv_connector == _PUSH
-        checked(extra.get(FIELD), facts, RequestLimits(most, is_push, allowed_peers().allows))
+        limits = RequestLimits(most, transfer.kv_connector == _PUSH, allowed_peers().allows)
+        try:
+            checked(extra.get(FIELD), facts, limits)
+        except ParamsRefused as error:
+            raise _bad_request(error, facts) from None
+    return wrapped(request_id, prompt, params, *more, **named)
 
 
 def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
@@ -111,35 +108,27 @@ async def _create_completion(
 
 
 def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    """Replaces a request's parameters by their checked form, or by none where they are refused."""
     facts = engine_state(instance).facts
     connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
     for each in connectors_of(instance):
-        if isinstance(each, connector):
-            book = scheduler_state(each.connector_scheduler).book
-            _take_checked(request, facts, _limits_of(instance, each), book)
-    return wrapped(request)
-
-
-def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book: Book) -> None:
-    """Replaces a request's parameters by their checked form, or by none where they are refused."""
-    try:
-        request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
-    except ParamsRefused as error:
-        request.kv_transfer_params = None
-        book.refuse(error)
-        _LOG.error(
-            "request %s is taken without its parameters, and computed here: %s",
-            shown(request.request_id),
-            error,
+        if not isinstance(each, connector):
+            continue
+        scheduler = each.connector_scheduler
+        limits = RequestLimits(
+            int(instance.max_model_len), is_push(scheduler), allowed_peers().allows
         )
-
-
-def _limits_of(core: Any, connector: Any) -> RequestLimits:
-    return RequestLimits(
-        max_model_len=int(core.max_model_len),
-        is_push=is_push(connector.connector_scheduler),
-        allows_peer=allowed_peers().allows,
-    )
+        try:
+            request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
+        except ParamsRefused as error:
+            request.kv_transfer_params = None
+            scheduler_state(scheduler).book.refuse(error)
+            _LOG.error(
+                "request %s is taken without its parameters, and computed here: %s",
+                shown(request.request_id),
+                error,
+            )
+    return wrapped(request)
 
 
 def _get_num_new_matched_tokens(

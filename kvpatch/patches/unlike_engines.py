@@ -170,17 +170,17 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
 
 
 def _state(worker: Any) -> dict[str, Any]:
-    from kvpatch.peer import stated_words
+    from kvpatch.peer import unstated_blocks
 
     ours = held_by(worker, LocalGeometry)
-    return {WORDS: stated_words.words_of(release_worker(worker), ours)}
+    return {WORDS: unstated_blocks.words_of(release_worker(worker), ours)}
 
 
 def _take_statements(scheduler: Any, metadata: Any) -> Any:
-    from kvpatch.peer import stated_words
+    from kvpatch.peer import unstated_blocks
 
-    scheduler_state(scheduler).has_stock_workers = stated_words.lack_kvpatch(metadata)
-    return stated_words.with_stated_words(metadata)
+    scheduler_state(scheduler).has_stock_workers = unstated_blocks.lack_kvpatch(metadata)
+    return unstated_blocks.with_stated_words(metadata)
 
 
 def _nixl_handshake(
@@ -193,9 +193,9 @@ def _nixl_handshake(
     *more: Any,
     **named: Any,
 ) -> Any:
-    from kvpatch.peer import stated_words
+    from kvpatch.peer import unstated_blocks
 
-    channels = worker_state(instance).of(stated_words.SideChannels)
+    channels = worker_state(instance).of(unstated_blocks.SideChannels)
     channels.found[expected_engine_id] = Address(host, int(port))
     return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
 

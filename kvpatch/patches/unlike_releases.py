@@ -46,6 +46,7 @@ from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.peer.other_releases import (
     NULLABLE,
     Address,
+    InterpretedSocket,
     PeerReleases,
     Releases,
     question_of,
@@ -109,9 +110,7 @@ def _nixl_handshake(
     if releases is None or not _asks_otherwise(instance, releases, state.facts):
         _check_answers(releases or (), state.facts)
         return wrapped(host, port, *whose, *more, **named)
-    from kvpatch.peer.interpreter import Interpretation, InterpretedSocket
-
-    interpretation = Interpretation(
+    socket = InterpretedSocket(
         Address(host, int(port)),
         releases,
         state.facts,
@@ -119,7 +118,7 @@ def _nixl_handshake(
         str(instance.backend_name),
         partial(known.state, expected_engine_id),
     )
-    before = _ASKED.set(InterpretedSocket(interpretation))
+    before = _ASKED.set(socket)
     try:
         return wrapped(host, port, *whose, *more, **named)
     finally:

@@ -34,13 +34,54 @@ _ONE_BACKEND = "use one attention backend on both sides"
 _ONE_SIZE = "use one --tensor-parallel-size or one vLLM on both sides"
 
 
-def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
-    """Returns an accepted peer with how its blocks differ from ours, or refuses it.
+def as_accepted(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
+    """Returns a peer with how its blocks differ from ours, where it is accepted, or refuses it.
 
-    Its backend counts as ours then: what differs by the backend is stated.
+    Args:
+        is_plain: True if there are neither windows nor drafted tokens here, and our cache is
+            registered as it is.
     """
+    named = peer.named
+    if named is not None:
+        if peer.backend not in (None, named.backend):
+            raise PeerRefused(
+                f"by its hash its attention backend is {named.backend}, and its handshake says "
+                f"{peer.backend}",
+                _ONE_VLLM,
+            )
+        if named.cache_dtype not in PLAIN_CACHE_DTYPES:
+            raise PeerRefused(
+                f"where scales lie in a cache of {named.cache_dtype} is for each backend and "
+                "release to say",
+                "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
+            )
+        if ours.states:
+            raise PeerRefused(
+                "this model has recurrent state too, and a hash names the backend of one layer "
+                "alone",
+                _ALIKE_IN_BOTH,
+            )
+        for name, layer in ours.layers.items():
+            if layer.kind.holds is not Holds.ROWS:
+                raise PeerRefused(
+                    f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this "
+                    "one only rows of tokens are read",
+                    _ALIKE_IN_BOTH,
+                )
+        if not ours.backends <= {ours.backend}:
+            raise PeerRefused(
+                "layers of this model have the attention backends "
+                f"{', '.join(sorted(ours.backends))}, and a hash names the first one's alone",
+                _ALIKE_IN_BOTH,
+            )
+    if peer.releases:
+        return _of_other_release(ours, peer, is_plain=is_plain)
+    return peer if named is None else _of_named(ours, peer, named)
+
+
+def _of_named(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
+    """Returns a peer whose backend counts as ours: what differs by the backend is stated."""
     own, theirs = ours.facts, FACTS[named.release]
-    _check_contents(named, ours, peer)
     for name, does in ALIKE.items():
         if getattr(own, name) != getattr(theirs, name):
             which = own if getattr(own, name) else theirs
@@ -73,16 +114,10 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) ->
     return replace(peer, cache_shape=form.shape, key_order=keys)
 
 
-def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
-    """Returns a peer of another release with the shape of its tensors, or refuses it.
-
-    Args:
-        is_plain: True if there are neither windows nor drafted tokens here, and our cache is
-            registered as it is.
-    """
+def _of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
+    """Returns a peer of another release with the shape of its tensors."""
     named = peer.named
     if named is not None:
-        _check_contents(named, ours, peer)
         if named.release not in peer.releases:
             raise PeerRefused(
                 f"by its hash it runs vLLM {named.version}, and by what it says one of "
@@ -90,7 +125,30 @@ def of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool
                 _ONE_VLLM,
             )
         peer = replace(peer, releases=(named.release,), backend=named.backend)
-    _check_kinds(ours, peer, is_plain=is_plain)
+    is_known = (
+        is_plain
+        and not ours.states
+        and ours.groups is None
+        and not ours.layers_differ_in_shape
+        and ours.key_order is KeyOrder.ROW_MAJOR
+        and all(layer.kind.holds is Holds.ROWS for layer in ours.layers.values())
+    )
+    if not is_known:
+        raise PeerRefused(
+            "of another release full attention of one shape is read alone, into caches as they "
+            "are (no windows, states, drafted tokens, host buffers or caches of other kinds)",
+            _ONE_VLLM,
+        )
+    if peer.form is not None or not {ours.layout, peer.layout} <= set(LAYER_BY_LAYER):
+        raise PeerRefused(
+            f"its layout is {peer.layout} and ours {ours.layout}: between unlike releases those "
+            "alone are known whose layers are apart",
+            "use layout HND or NHD (LBHNC or LBNHC) on both sides",
+        )
+    if peer.tp_size != ours.tp_size:
+        raise PeerRefused(
+            f"it has {peer.tp_size} tensor-parallel ranks and we have {ours.tp_size}", _ONE_SIZE
+        )
     if peer.backend != FLASH_ATTENTION or ours.backend != FLASH_ATTENTION:
         raise PeerRefused(
             f"its attention backend is {peer.backend or 'not stated'} and ours {ours.backend}: "
@@ -126,64 +184,4 @@ def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) ->
             f"{own_backend}, whose blocks are {own or 'rows, or not known here'}",
             "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which "
             "has its hash compared, or use one attention backend on both sides",
-        )
-
-
-def _check_contents(named: Explanation, ours: LocalGeometry, peer: AgentMetadata) -> None:
-    if peer.backend not in (None, named.backend):
-        raise PeerRefused(
-            f"by its hash its attention backend is {named.backend}, and its handshake says "
-            f"{peer.backend}",
-            _ONE_VLLM,
-        )
-    if named.cache_dtype not in PLAIN_CACHE_DTYPES:
-        raise PeerRefused(
-            f"where scales lie in a cache of {named.cache_dtype} is for each backend and release "
-            "to say",
-            "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
-        )
-    if ours.states:
-        raise PeerRefused(
-            "this model has recurrent state too, and a hash names the backend of one layer alone",
-            _ALIKE_IN_BOTH,
-        )
-    for name, layer in ours.layers.items():
-        if layer.kind.holds is not Holds.ROWS:
-            raise PeerRefused(
-                f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this one "
-                "only rows of tokens are read",
-                _ALIKE_IN_BOTH,
-            )
-    if not ours.backends <= {ours.backend}:
-        raise PeerRefused(
-            f"layers of this model have the attention backends {', '.join(sorted(ours.backends))}, "
-            "and a hash names the first one's alone",
-            _ALIKE_IN_BOTH,
-        )
-
-
-def _check_kinds(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> None:
-    is_known = (
-        is_plain
-        and not ours.states
-        and ours.groups is None
-        and not ours.layers_differ_in_shape
-        and ours.key_order is KeyOrder.ROW_MAJOR
-        and all(layer.kind.holds is Holds.ROWS for layer in ours.layers.values())
-    )
-    if not is_known:
-        raise PeerRefused(
-            "of another release full attention of one shape is read alone, into caches as they "
-            "are (no windows, states, drafted tokens, host buffers or caches of other kinds)",
-            _ONE_VLLM,
-        )
-    if peer.form is not None or not {ours.layout, peer.layout} <= set(LAYER_BY_LAYER):
-        raise PeerRefused(
-            f"its layout is {peer.layout} and ours {ours.layout}: between unlike releases those "
-            "alone are known whose layers are apart",
-            "use layout HND or NHD (LBHNC or LBNHC) on both sides",
-        )
-    if peer.tp_size != ours.tp_size:
-        raise PeerRefused(
-            f"it has {peer.tp_size} tensor-parallel ranks and we have {ours.tp_size}", _ONE_SIZE
         )

@@ -12,9 +12,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NoReturn
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import CacheShape, ReleaseFacts
@@ -195,7 +194,10 @@ def read_agent_metadata(
     metadata: Any, facts: ReleaseFacts, tp_rank: int, tp_size: int
 ) -> AgentMetadata:
     """Reads a peer's agent metadata, and refuses numbers that cannot be true."""
-    stated = partial(_stated, metadata, facts)
+
+    def stated(name: str) -> Any:  # None where the release has no such field, or P leaves it empty
+        return getattr(metadata, name) if name in facts.agent_metadata else None
+
     addresses, block_bytes, stride_bytes = _regions(stated)
     counts = _numbers("region_num_blocks", stated("region_num_blocks") or ())
     blocks = min((_number("num_blocks", stated("num_blocks")), *counts))
@@ -255,11 +257,6 @@ def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> A
     return found
 
 
-def _stated(metadata: Any, facts: ReleaseFacts, name: str) -> Any:
-    """Returns a field; None where the release has no such field or the peer leaves it empty."""
-    return getattr(metadata, name) if name in facts.agent_metadata else None
-
-
 def _regions(stated: Callable[[str], Any]) -> tuple[tuple[int, ...], ...]:
     """Returns the address, the bytes of a block and the stride of each region, by column."""
     addresses = _numbers("kv_caches_base_addr", stated("kv_caches_base_addr"), least=0)
@@ -285,23 +282,17 @@ def _regions(stated: Callable[[str], Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _packed_layers(found: Any) -> tuple[tuple[str, int, int], ...]:
-    is_map = isinstance(found or {}, Mapping)
+    name, is_map = "packed_member_layouts", isinstance(found or {}, Mapping)
     stated: Mapping[Any, Any] = found if found and is_map else {}
-    places = {layer: _numbers("packed_member_layouts", of, least=0) for layer, of in stated.items()}
+    places = {layer: _numbers(name, of, least=0) for layer, of in stated.items()}
     if not is_map or not all(isinstance(n, str) and len(of) == 2 for n, of in places.items()):
-        raise PeerRefused(
-            f"a peer's handshake has packed_member_layouts={shown(found)}: expected an offset and "
-            "a length for each layer",
-            _ONE_VERSION,
-        )
+        _refuse(name, found, "an offset and a length for each layer")
     return tuple((layer, *place) for layer, place in sorted(places.items()))
 
 
 def _text(name: str, found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a name", _ONE_VERSION
-        )
+        _refuse(name, found, "a name")
     return found
 
 
@@ -309,25 +300,23 @@ def _names(name: str, found: Any) -> tuple[str, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list | tuple) or not all(isinstance(n, str) for n in found):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a list of names", _ONE_VERSION
-        )
+        _refuse(name, found, "a list of names")
     return tuple(found)
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
     if not isinstance(found, list | tuple):
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}, which is no list", _ONE_VERSION
-        )
+        _refuse(name, found, "a list")
     return tuple(_number(name, number, least) for number in found)
 
 
 def _number(name: str, found: Any, least: int = 1) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 1 << 63:
-        raise PeerRefused(
-            f"a peer's handshake has {name}={shown(found)}: expected a whole number of {least} or "
-            "more",
-            _ONE_VERSION,
-        )
+        _refuse(name, found, f"a whole number of {least} or more")
     return found
+
+
+def _refuse(name: str, found: Any, expected: str) -> NoReturn:
+    raise PeerRefused(
+        f"a peer's handshake has {name}={shown(found)}: expected {expected}", _ONE_VERSION
+    )

@@ -74,15 +74,13 @@ def shape_at_peer(
         size_bytes: None where blocks of all layers have the tokens that the peer states.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
+    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     if first.content is Content.LATENT:
         return BlockShape(0, 1, tokens)
     if first.content is Content.SLOT:
-        slots = first.counts.heads
-        return BlockShape(
-            heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)[0] * slots, slots, tokens
-        )
+        return BlockShape(first_head * first.counts.heads, first.counts.heads, tokens)
     if not ours.layers_differ_in_shape:
-        return BlockShape(*heads_of(ours.total_heads, peer.tp_rank, peer.tp_size), tokens)
+        return BlockShape(first_head, heads, tokens)
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
         raise PeerRefused(
             "layers of several shapes have heads of which nobody knows which rank has them",

@@ -112,14 +112,14 @@ def register_cross_layer_blocks(
 
     def restate(metadata: Any) -> Any:
         asked = ReleaseWorker(this_worker(), facts)
-        form = form_of(asked, pool, layers, told, states)
-        return as_cross_layer(metadata, facts, pool, form)
+        form = _form_of(asked, pool, layers, told, states)
+        return _as_cross_layer(metadata, facts, pool, form)
 
     agent = _OneRegion(worker.nixl_wrapper, pool)
     with replaced(worker, nixl_wrapper=agent), listener_told(release, restate):
         result = wrapped(shown)
-    form = form_of(release, pool, layers, told, states)
-    restate_payload(release, pool, form)
+    form = _form_of(release, pool, layers, told, states)
+    _restate_payload(release, restate)
     read = read_layers(release, shown, first_head=first.first_head)
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
@@ -208,7 +208,7 @@ class _OneRegion(ObjectProxy):
         return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
 
 
-def as_cross_layer(
+def _as_cross_layer(
     metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
 ) -> Any:
     """Returns a copy of a worker's agent metadata that describes its cross-layer blocks.
@@ -235,7 +235,7 @@ def as_cross_layer(
     return restated(metadata, facts, stated)
 
 
-def form_of(
+def _form_of(
     release: ReleaseWorker,
     pool: CrossLayerBlocks,
     layers: Mapping[str, LayerCache],
@@ -264,19 +264,19 @@ def listener_told(
     return replaced(release.worker, _nixl_handshake_listener=listener)
 
 
-def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:
+def _restate_payload(release: ReleaseWorker, restate: Callable[[Any], Any]) -> None:
     """Restates the metadata of a worker that waits to be fetched (from 0.11.1)."""
     worker, facts = release.worker, release.facts
     if not facts.listens_in_scheduler:
         return
     payload = worker.xfer_handshake_metadata
     if not facts.encodes_metadata:
-        worker.xfer_handshake_metadata = as_cross_layer(payload, facts, pool, form)
+        worker.xfer_handshake_metadata = restate(payload)
         return
     import msgspec
 
     kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
     metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=kind)
     told = copy.copy(payload)
-    told.agent_metadata_bytes = msgspec.msgpack.encode(as_cross_layer(metadata, facts, pool, form))
+    told.agent_metadata_bytes = msgspec.msgpack.encode(restate(metadata))
     worker.xfer_handshake_metadata = told

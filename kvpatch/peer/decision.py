@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner_layout
 from kvpatch.geometry.plane import Plane
-from kvpatch.peer.accepted_peers import as_accepted, of_other_release, refuse_other_rows
+from kvpatch.peer.accepted_peers import as_accepted, refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
 from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
 from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds, peer_regions
-from kvpatch.peer.remote_states import (
+from kvpatch.peer.remote_ranks import (
+    RemoteRank,
     check_ranks_of_states,
     check_state_sizes,
     is_misread,
@@ -29,9 +29,6 @@ from kvpatch.peer.unread_caches import UnreadCache, check_unread
 from kvpatch.peer.unstated_blocks import DeclaredGeometry, check_key_order, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
-
-if TYPE_CHECKING:
-    from kvpatch.peer.remote_ranks import RemoteRank
 
 # --- what is decided ------------------------------------------------------------------
 
@@ -93,25 +90,17 @@ class LocalCache:
 
 def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> Decision:
     """Decides what becomes of one rank of a peer."""
-    if isinstance(local, LocalCache):
-        return _of_read(local, remote, facts)
-    try:
-        check_unread(local, remote, facts)
-    except PeerRefused as error:
-        reason = f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}"
-        return PeerRefused(reason, error.cure)
-    return Stock()
-
-
-def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
-    ours = local.geometry
+    if isinstance(local, UnreadCache):
+        try:
+            check_unread(local, remote, facts)
+        except PeerRefused as error:
+            reason = f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}"
+            return PeerRefused(reason, error.cure)
+        return Stock()
+    ours, peer = local.geometry, remote
     try:
         peer_memory(ours, peer)  # no read goes to memory of two kinds
-        if peer.releases:
-            is_plain = local.is_plain and not local.reads_all
-            peer = of_other_release(ours, peer, is_plain=is_plain)
-        elif peer.named is not None:
-            peer = as_accepted(ours, peer, peer.named)
+        peer = as_accepted(ours, peer, is_plain=local.is_plain and not local.reads_all)
         completed = complete(ours, peer, local.declared)
         peer, is_open = completed.peer, completed.is_open
         if not local.has_sure_layout and peer.layout not in (None, ours.layout):
@@ -131,24 +120,26 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
         if (is_right and not is_ours) or _is_joined(local, peer, facts):
             check_state_sizes(peer, sizes_at_peer(ours, peer))
             return Stock(completed.variables)
-        _check_block_lists(local, peer, facts)
+        if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
+            raise PeerRefused(
+                "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
+                "groups of several shapes, nobody can tell them from the prompt's",
+                "speculate without a draft model, use one --block-size, or vLLM 0.25 or later",
+            )
+        if peer.shares_tokens:
+            raise PeerRefused(
+                "its ranks share out the tokens of a block",
+                "use --decode-context-parallel-size 1 on the prefill side",
+            )
         return Read(_mapping_of(local, peer), completed.variables if is_open else ())
     except PeerRefused as error:
-        return with_both_geometries(ours, peer, error)
-
-
-def with_both_geometries(
-    ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused
-) -> PeerRefused:
-    """Turns an error into a refusal that starts with both geometries."""
-    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
-    return PeerRefused(f"{both}; {error.reason}", error.cure)
+        both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
+        return PeerRefused(f"{both}; {error.reason}", error.cure)
 
 
 def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     """Returns where a peer's layers lie, and where they overlap ours."""
-    from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of these
-    from kvpatch.peer.remote_ranks import RemoteRank
+    from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of it
 
     check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
@@ -179,21 +170,6 @@ def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> b
     )
 
 
-def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> None:
-    """Refuses a peer whose lists of blocks end in an unknown place, or hold shares of blocks."""
-    if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
-        raise PeerRefused(
-            "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
-            "groups of several shapes, nobody can tell them from the prompt's",
-            "speculate without a draft model, use one --block-size, or vLLM 0.25 or later",
-        )
-    if peer.shares_tokens:
-        raise PeerRefused(
-            "its ranks share out the tokens of a block",
-            "use --decode-context-parallel-size 1 on the prefill side",
-        )
-
-
 # --- which peers the release reads rightly ------------------------------------------------
 
 
@@ -211,31 +187,8 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
     refuse_other_rows(ours.facts, ours.backend, peer.backend)
-    if peer.key_order in (None, ours.key_order):  # else a CPU's whose processor packs them so
-        same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
-        if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
-            return True
-        if not same_split and ours.kv_split != "together":
-            _refuse_unknown_split(ours, peer)
-    check_key_order(ours, peer)
-    if peer.kernel_blocks_per_block is None and ours.kernel_sizes is None:
-        raise PeerRefused(
-            f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
-            "not say so",
-            "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P, or ENABLE_KVPATCH on P",
-        )
-    if peer.backend not in (None, ours.backend):
-        raise PeerRefused(
-            f"its attention backend is {peer.backend}, ours {ours.backend}",
-            "use one on both sides (VLLM_ATTENTION_BACKEND)",
-        )
-    return False
-
-
-def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    same_tokens = peer.block_tokens == ours.block_tokens and (
-        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-    )
+    parts, packs_alike = peer.kernel_blocks_per_block, peer.key_order in (None, ours.key_order)
+    same_cut = parts in (None, ours.kernel_blocks_per_block)
     # Without heads these two are the same bytes.
     are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
     same_layout = peer.layout in (None, ours.layout) or are_latents
@@ -247,24 +200,39 @@ def _has_same_blocks(ours: LocalGeometry, peer: AgentMetadata) -> bool:
         and not has_replicated_heads(ours, peer)
         and not split_by_nobody(ours, peer)
     )
-    return same_tokens and same_layout and same_heads
-
-
-def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer whose keys and values are together by its statement, and may not be."""
-    if peer.layout is None:
+    same_blocks = peer.block_tokens == ours.block_tokens and same_cut and same_layout and same_heads
+    same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
+    # Else a CPU's whose processor packs keys otherwise.
+    if packs_alike and same_blocks and same_split and not ours.misses_pages:
+        return True
+    if packs_alike and not same_split and ours.kv_split != "together":
+        # By its statement its keys and values are together.
+        if peer.layout is None:
+            raise PeerRefused(
+                "this release's handshake states no layout, which tells heads from tokens where "
+                "P's blocks hold keys and values together and ours keep them apart",
+                "use kvcached on both sides or on neither, or vLLM 0.10.1 or later",
+            )
+        cuts: tuple[int, ...] = (parts or 1,)
+        if parts is None and ours.kernel_sizes is not None:
+            cuts = ours.kernel_sizes.parts(peer.block_tokens or ours.block_tokens)
+        if may_be_kvcacheds(peer, cuts):
+            raise PeerRefused(
+                "its blocks hold keys and values together, or it has kvcached, which would keep "
+                "them apart, and no kvpatch to say so: as many blocks come out of kvcached's pages",
+                "set ENABLE_KVPATCH on a P with kvcached, and have one without it use another "
+                "number of blocks (--num-gpu-blocks-override)",
+            )
+    check_key_order(ours, peer)
+    if parts is None and ours.kernel_sizes is None:
         raise PeerRefused(
-            "this release's handshake states no layout, which tells heads from tokens where P's "
-            "blocks hold keys and values together and ours keep them apart",
-            "use kvcached on both sides or on neither, or vLLM 0.10.1 or later",
+            f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
+            "not say so",
+            "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P, or ENABLE_KVPATCH on P",
         )
-    parts: tuple[int, ...] = (peer.kernel_blocks_per_block or 1,)
-    if peer.kernel_blocks_per_block is None and ours.kernel_sizes is not None:
-        parts = ours.kernel_sizes.parts(peer.block_tokens or ours.block_tokens)
-    if may_be_kvcacheds(peer, parts):
+    if peer.backend not in (None, ours.backend):
         raise PeerRefused(
-            "its blocks hold keys and values together, or it has kvcached, which would keep them "
-            "apart, and no kvpatch to say so: as many blocks come out of kvcached's pages",
-            "set ENABLE_KVPATCH on a P with kvcached, and have one without it use another number "
-            "of blocks (--num-gpu-blocks-override)",
+            f"its attention backend is {peer.backend}, ours {ours.backend}",
+            "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
+    return False

@@ -30,7 +30,7 @@ class InspectedCaches:
         cache: the layers, groups and key order; None where kvpatch cannot read into them.
         behind: the same of the device's tensors, where those to register are a host buffer's.
         states: the pages of the layers with recurrent state.
-        blocks_hold_both: the result of :func:`has_both_in_blocks`.
+        blocks_hold_both: True if the backend's own blocks hold keys, and then values, in rows.
     """
 
     cache: Cache | None
@@ -49,8 +49,11 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
         states = read_states(release, kv_caches, cache)
         cache = cache if states and device is None else None
     behind = cache if device is None else read_cache(release, device.tensors)
-    both = cache is not None and has_both_in_blocks(release, cache)
-    return InspectedCaches(cache, behind, states, both)
+    has_both = False
+    if cache is not None and cache[2] is KeyOrder.ROW_MAJOR:
+        orders = [release.orders(layer)[0].dimensions for layer in cache[0]]
+        has_both = all(dimensions[:2] == ("block", "kv") for dimensions in orders)
+    return InspectedCaches(cache, behind, states, has_both)
 
 
 def read_states(
@@ -58,8 +61,10 @@ def read_states(
 ) -> dict[str, StatePages]:
     """Returns the pages of all layers but those of `cache`; none where one is no such page."""
     layers, _, _ = cache
-    if not all(map(_is_a_page, layers.values())):
-        return {}
+    for layer in layers.values():
+        starts = [plane.address for plane in layer.planes]
+        if max(starts) - min(starts) >= layer.planes[0].strides_bytes.block:
+            return {}  # a block does not end before the next one begins, as states have it
     found = {}
     for name in sorted(kv_caches.keys() - layers.keys()):
         spec = release.spec_of(name)
@@ -77,18 +82,11 @@ def are_in_regions(release: ReleaseWorker, states: Mapping[str, StatePages]) -> 
     return is_by_layer and all(pages.address in addresses for pages in states.values())
 
 
-def _is_a_page(layer: LayerCache) -> bool:
-    """True if all of a block lies before the next one begins, as states have it."""
-    starts = [plane.address for plane in layer.planes]
-    return max(starts) - min(starts) < layer.planes[0].strides_bytes.block
-
-
 def is_plain(release: ReleaseWorker) -> bool:
     """True if reads go straight to the registered cache, all tokens of it.
 
     False with a host buffer of the release's, memory of two kinds, or context parallelism: there
-    the
-    release's own rules hold.
+    the release's own rules hold.
     """
     return not (
         release.has_own_mirror
@@ -131,12 +129,3 @@ def read_cache(
     if not layers or (len(layers) < len(kv_caches) and not leave_state):
         return None
     return layers, release.groups(layers), key_order
-
-
-def has_both_in_blocks(release: ReleaseWorker, cache: Cache) -> bool:
-    """True if the backend's own blocks hold keys, and then values, in rows."""
-    layers, _, key_order = cache
-    orders = [release.orders(layer)[0] for layer in layers]
-    return key_order is KeyOrder.ROW_MAJOR and all(
-        order.dimensions[:2] == ("block", "kv") for order in orders
-    )

@@ -6,7 +6,10 @@ tell which releases it may be of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,8 @@ from kvpatch.worker.state import held_by
 
 if TYPE_CHECKING:
     from kvpatch.peer.agent_metadata import AgentMetadata
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 #: Those that all releases answer, and that may be false or empty.
 _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode", "remote_block_ids"))
@@ -145,6 +150,7 @@ class PeerReleases:
 
 
 _GET = b"get_meta_msg"
+_BYTES = "agent_metadata_bytes"
 
 
 @dataclass(frozen=True)
@@ -253,6 +259,96 @@ def read_statement(
     return replace(peer, layout=layout_as(peer.layout, own), releases=statement.releases)
 
 
+# --- a handshake with it --------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class InterpretedSocket:
+    """Stands for the socket at which our release asks P, and asks P in P's own words.
+
+    What P answers, the release is told in ours. Its checks and its books stay its own.
+
+    Attributes:
+        peer: where P listens.
+        releases: that it may be of.
+        own: of our release.
+        own_hash: what P states too, where it is of our release and configured alike.
+        backend: our attention backend.
+        tell: what becomes of what a rank has stated; None for one that speaks as we do.
+    """
+
+    peer: Address
+    releases: Releases
+    own: ReleaseFacts
+    own_hash: str
+    backend: str
+    tell: Callable[[int, Statement | None], None]
+    _frames: list[bytes] = field(default_factory=list, init=False)
+
+    def setsockopt(self, *_: int) -> None:
+        """Sets nothing: P is asked in a time of kvpatch's own."""
+
+    def send(self, message: bytes) -> None:
+        """Asks P what the release asks, and keeps the answer.
+
+        Raises:
+            PeerRefused: P does not answer, or as no release that is known.
+        """
+        import msgspec
+
+        rank = rank_asked_for(self.own.question, message)
+        question = question_of(self.releases)
+        if question is None:
+            raise PeerRefused("nobody knows how to ask this P", "use one vLLM on both sides")
+        asked = time.perf_counter()
+        payload, *clock = ask(self.peer, question_for(question, rank))
+        payload = self._payload(rank, fields_of(payload), payload)
+        if self.own.question != "stage and rank":
+            self._frames = [payload]
+            return
+        # The middle of a question's way, for the clock of a P that does not tell its own.
+        between = msgspec.msgpack.encode((asked + time.perf_counter()) / 2)
+        self._frames = [payload, clock[0] if clock else between]
+
+    def recv(self) -> bytes:
+        """Returns what the release is answered."""
+        return self._frames[0]
+
+    def recv_multipart(self) -> list[bytes]:
+        """Returns that with P's clock behind it, from 0.26 on."""
+        return self._frames
+
+    def _payload(self, rank: int, stated: dict[str, Any], payload: bytes) -> bytes:
+        import msgspec
+
+        peer_hash, metadata = (stated.get(n) for n in ("compatibility_hash", _BYTES))
+        if not isinstance(peer_hash, str) or not isinstance(metadata, bytes):
+            raise PeerRefused(
+                "P states no compatibility hash, by which its model would be known",
+                "use vLLM 0.13 or later on both sides",
+            )
+        fields = fields_of(metadata)
+        releases = releases_by_fields(self.releases, fields)
+        if not releases:
+            raise PeerRefused(
+                f"P states {shown(sorted(fields))}, as no vLLM that kvpatch knows and that answers "
+                "requests as it does",
+                "use one vLLM on both sides",
+            )
+        if self.own_hash == peer_hash or speak_alike(releases, self.own):
+            self.tell(rank, None)
+            return payload
+        statement = Statement(releases, fields)
+        self.tell(rank, statement)
+        ours = translated(statement, self.own, self.backend)
+        return msgspec.msgpack.encode(
+            {"compatibility_hash": peer_hash, _BYTES: msgspec.msgpack.encode(ours)}
+        )
+
+
+# --- notifications --------------------------------------------------------------------
+
+
 def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
     """Returns a message in the words of a peer; None for one that it would not understand.
 
@@ -279,3 +375,51 @@ def to_agent(worker: Any, agent: str, message: bytes) -> bytes | None:
         if agent in ranks.values():
             return to_engine(worker, engine_id, message)
     return message
+
+
+_READ = re.compile(r"(.+):([1-9][0-9]{0,5})", re.DOTALL)
+#: A peer's registration in push mode, which the release reads by itself.
+_REGISTRATION = b"PUSH_REG:"
+
+
+class Notifications:
+    """Takes out of a worker's notifications what would end its engine.
+
+    A peer says that it has read a request (``NAME:NUMBER``), or that it still wants some (``HB:``).
+    The release takes each notification for one of these, and raises where it is none.
+    """
+
+    def __init__(self, worker: Any, facts: ReleaseFacts) -> None:
+        self._worker, self._facts = worker, facts
+        self._dropped = 0
+
+    def understood(self, found: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
+        """Returns what the release can take, by sender."""
+        kept = {sender: [*filter(self._is_understood, sent)] for sender, sent in found.items()}
+        return {sender: messages for sender, messages in kept.items() if messages}
+
+    def _is_understood(self, message: bytes) -> bool:
+        is_understood = message.startswith(_REGISTRATION) or self._can_be_taken(message)
+        if not is_understood:
+            self._dropped += 1
+            if not self._dropped & (self._dropped - 1):  # a peer cannot fill the log
+                _LOG.warning(
+                    "a peer notifies this engine of %s, which says nothing to it (%d such so far)",
+                    *(shown(message), self._dropped),
+                )
+        return is_understood
+
+    def _can_be_taken(self, message: bytes) -> bool:
+        try:
+            text = message.decode()
+        except UnicodeDecodeError:
+            return False
+        if self._facts.grants_leases and message.startswith(HEARTBEAT):
+            return True
+        read = _READ.fullmatch(text)
+        if read is None:
+            return False
+        if self._facts.reader_count == "ranks":
+            least, most = sorted((int(read[2]), int(self._worker.world_size)))
+            return most % least == 0
+        return self._facts.forgives_unknown_reads or read[1] in self._worker._reqs_to_send

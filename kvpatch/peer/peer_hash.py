@@ -191,15 +191,8 @@ def _versions(own: OwnFactors) -> dict[str, ReleaseFacts]:
 class NamedPeers(threading.local):
     """The accepted peers of a worker's handshakes, which have threads of their own, one each."""
 
-    _named: Explanation | None = None
-
-    def accept(self, named: Explanation | None) -> None:
-        """Keeps how the peer of this thread's handshake differs; None where it has our hash."""
-        self._named = named
-
-    def accepted(self) -> Explanation | None:
-        """Returns how the peer of this thread's handshake differs; None if it has our hash."""
-        return self._named
+    #: How the peer of this thread's handshake differs; None where it has our hash.
+    accepted: Explanation | None = None
 
 
 class ComparedHash(str):
@@ -218,11 +211,11 @@ class ComparedHash(str):
             return explain(own, stated)
 
         def accept(stated: str | None) -> None:
-            peers.accept(None)
+            peers.accepted = None
             if stated is not None:
                 with book.refusals():
                     found = explained(stated) if len(stated) == _HASH_LENGTH else None
-                    peers.accept(_judged(own, found, checks=checks))
+                    peers.accepted = _judged(own, found, checks=checks)
 
         made = cls(own.digest)
         made._accept = accept

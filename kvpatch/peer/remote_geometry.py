@@ -9,18 +9,21 @@ layout's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
+    LAYERS_INSIDE_BLOCKS,
+    NAMED_LAYOUTS,
     NHD,
     PACKED_HND,
     PACKED_NHD,
-    Axes,
     DenseBlocks,
+    block_axes,
+    inner_layout_of_axes,
     row_bytes,
 )
 from kvpatch.geometry.plane import Plane
@@ -32,6 +35,7 @@ from kvpatch.peer.agent_metadata import (
     places_digest,
 )
 from kvpatch.peer.block_shapes import (
+    BlockShape,
     Piece,
     check_blocks,
     check_planes,
@@ -39,10 +43,10 @@ from kvpatch.peer.block_shapes import (
     heads_of,
     peer_memory,
     shape_at_peer,
+    tokens_of,
 )
-from kvpatch.peer.named_regions import by_layout
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
-from kvpatch.worker.registered_caches import LayerCache
+from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
@@ -51,7 +55,7 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
     if peer.form is not None:
         pieces = _in_cross_layer_blocks(ours, peer, peer.form)
     elif ours.units is not None and peer.cache_shape in (None, "packed"):
-        pieces = by_layout(ours, ours.units, peer)
+        pieces = _by_layout(ours, ours.units, peer)
     else:
         pieces = _by_number(ours, peer)
     memory, keys = peer_memory(ours, peer), peer.key_order or ours.key_order
@@ -86,56 +90,46 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
 
 def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     """Yields the pieces of regions that hold what our region of the same number holds."""
-    _check_regions(ours, peer)
-    for name, layer in ours.layers.items():
-        shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
-        for region, members in _regions(name, layer, ours, peer).items():
-            found = shape_at_peer(ours, peer, members, peer.block_bytes[region])
-            size_bytes = found.tokens * found.heads * row_bytes(members)
-            if size_bytes != peer.block_bytes[region]:
-                raise PeerRefused(
-                    f"{found.tokens} tokens of {found.heads} heads come to {size_bytes} bytes and "
-                    f"not to {peer.block_bytes[region]}",
-                    "both sides need one model, one --kv-cache-dtype and one attention backend",
-                )
-            by_turns = len(members) == 2 and layer.has_heads_by_turns
-            # Heads by turns are a token's keys and values side by side, head by head.
-            axes = PACKED_NHD
-            if not by_turns or (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-                axes = _region_axes(len(members) == 2 and shape == "packed", ours, peer)
-            yield Piece(members, region, axes, found)
-
-
-def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
-    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
-    if (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR:
-        return BY_COLUMN
+    by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
     if peer.layout in (None, ours.layout) and peer.cache_shape is None:
         shows = ours.shows_layout or peer.layout is None
         layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
-    if layout is None:
-        raise PeerRefused(
-            f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
-        )
-    if layout == "HND":
-        return PACKED_HND if packed else HND
-    return PACKED_NHD if packed else NHD
+    for layer, region, members in _regions(ours, peer):
+        shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
+        found = shape_at_peer(ours, peer, members, peer.block_bytes[region])
+        size_bytes = found.tokens * found.heads * row_bytes(members)
+        if size_bytes != peer.block_bytes[region]:
+            raise PeerRefused(
+                f"{found.tokens} tokens of {found.heads} heads come to {size_bytes} bytes and "
+                f"not to {peer.block_bytes[region]}",
+                "both sides need one model, one --kv-cache-dtype and one attention backend",
+            )
+        has_both = len(members) == 2
+        is_packed = has_both and shape == "packed"
+        if by_column:
+            axes = BY_COLUMN
+        elif has_both and layer.has_heads_by_turns:
+            axes = PACKED_NHD  # a token's keys and values are side by side, head by head
+        elif layout is None:
+            raise PeerRefused(
+                f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
+            )
+        elif layout == "HND":
+            axes = PACKED_HND if is_packed else HND
+        else:
+            axes = PACKED_NHD if is_packed else NHD
+        yield Piece(members, region, axes, found)
 
 
 def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
     """Returns the tokens that a block's bytes come to, if the peer's items are like ours."""
-    _check_regions(ours, peer)
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     found = {
-        divmod(
-            peer.block_bytes[region],
-            row_bytes(members) * (heads if layer.has_heads else 1),
-        )
-        for name, layer in ours.layers.items()
-        for region, members in _regions(name, layer, ours, peer).items()
+        divmod(peer.block_bytes[region], row_bytes(members) * (heads if layer.has_heads else 1))
+        for layer, region, members in _regions(ours, peer)
     }
     tokens, rest = found.pop()
     if found or rest or not 0 < tokens <= MOST_TOKENS:
@@ -147,8 +141,12 @@ def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
     return tokens
 
 
-def _check_regions(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    if len(peer.addresses) != len(ours.addresses) and kv_split_of_peer(ours, peer) is None:
+def _regions(
+    ours: LocalGeometry, peer: AgentMetadata
+) -> Iterator[tuple[LayerCache, int, list[Plane]]]:
+    """Yields our planes of each layer by the number of the peer's region that they lie in."""
+    theirs = kv_split_of_peer(ours, peer)
+    if len(peer.addresses) != len(ours.addresses) and theirs is None:
         raise PeerRefused(
             "both sides must register the same regions",
             "use one model, one attention backend and one --pipeline-parallel-size",
@@ -159,32 +157,234 @@ def _check_regions(ours: LocalGeometry, peer: AgentMetadata) -> None:
             f"{', '.join(ours.region_names)}",
             "use one model on both sides",
         )
-
-
-def _regions(
-    name: str, layer: LayerCache, ours: LocalGeometry, peer: AgentMetadata
-) -> dict[int, list[Plane]]:
-    """Our planes of one layer by the number of the peer's region that they lie in."""
-    theirs = kv_split_of_peer(ours, peer)
     own = ours.kv_split if peer.cache_shape is None else kv_split_of(ours)
-    found: dict[int, list[Plane]] = {}
-    region, number = None, 0
-    for plane in layer.planes:
-        if plane.address in ours.addresses:
-            region, number = ours.addresses.index(plane.address), 0
-        if region is None:
+    for name, layer in ours.layers.items():
+        found: dict[int, list[Plane]] = {}
+        region, number = None, 0
+        for plane in layer.planes:
+            if plane.address in ours.addresses:
+                region, number = ours.addresses.index(plane.address), 0
+            if region is None:
+                raise PeerRefused(
+                    f"layer {name} starts in none of our regions", "use layout HND or NHD"
+                )
+            place = region
+            if theirs not in (None, own):
+                place = 2 * region + number if theirs == "apart" else region // 2
+            found.setdefault(place, []).append(plane)
+            number += 1
+        for place, members in found.items():
+            yield layer, place, members
+
+
+# --- from 0.29 on a layout's name says what a region is -------------------------------
+#
+# The connector decides by what is in one piece: a layer; a head of a layer, where heads are outside
+# blocks; or a cross-layer block, where a layer's part of it is not in one piece.
+
+
+def _by_layout(
+    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
+) -> Iterator[Piece]:
+    """Yields the pieces of regions that are what their layout's name makes them.
+
+    Where layers of several shapes are outside blocks, vLLM gives smaller ones blocks of more
+    tokens, and all pages one size; where blocks are, they have one number of tokens, and pages lie
+    packed.
+
+    Args:
+        units: our layers of each tensor, in the order in which tensors are registered.
+    """
+    layout, names = str(peer.layout), names_by_attention(ours, peer)
+    has_layers_inside = layout in LAYERS_INSIDE_BLOCKS
+    has_one_size = len(tokens_of(ours.layers, ours.layers)) == 1
+    if ours.layers_differ_in_shape and not (has_layers_inside and has_one_size):
+        if layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
             raise PeerRefused(
-                f"layer {name} starts in none of our regions", "use layout HND or NHD"
+                "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
+                "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
             )
-        place = region
-        if theirs not in (None, own):
-            place = 2 * region + number if theirs == "apart" else region // 2
-        found.setdefault(place, []).append(plane)
-        number += 1
+        if differ_in_page_bytes(ours.layers):
+            raise PeerRefused(
+                "our layers of several shapes are packed into rows, and its have pages of one "
+                "size, in other groups",
+                "use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D "
+                "(KVCACHED_CONTIGUOUS_LAYOUT=false with kvcached)",
+            )
+    if layout not in NAMED_LAYOUTS:
+        raise PeerRefused(
+            f"layout {peer.layout} is not known here",
+            f"use one of {', '.join(NAMED_LAYOUTS)} (VLLM_KV_CACHE_LAYOUT)",
+        )
+    axes = block_axes(layout)
+    by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
+    whole = {}
+    for name, layer in ours.layers.items():
+        size_bytes = None if has_layers_inside else peer.block_bytes[0]
+        shape = shape_at_peer(ours, peer, layer.planes, size_bytes)
+        whole[name] = Piece(layer.planes, 0, BY_COLUMN if by_column else axes, shape)
+    block_bytes = peer.block_bytes
+    is_packed = ours.layers_differ_in_shape and has_layers_inside
+    if is_packed:
+        # Layers of several groups may begin in one place, with pages of several sizes: only the
+        # cross-layer blocks that all lie in say where each is.
+        block_bytes, names = peer.stride_bytes[:1], None
+    if names is not None and len(names) != len(block_bytes):
+        raise PeerRefused(
+            f"{len(names)} names for {len(block_bytes)} regions cannot be true",
+            "use one vLLM and one kvpatch on both sides",
+        )
+    if has_layers_inside and len(block_bytes) == 1 and len(units) > 1:
+        found = _in_named_blocks(layout, block_bytes, names, ours.cross_layer_groups, whole)
+    else:
+        found = _in_own_regions(layout, block_bytes, names, units, whole)
+    starts = {piece.offset_bytes for of_layer in found.values() for piece in of_layer}
+    begin = {address - peer.addresses[0] for address in peer.addresses}
+    if is_packed and not (begin <= starts and len(set(peer.stride_bytes)) == 1):
+        raise PeerRefused(
+            f"its regions begin {sorted(begin)} bytes behind the first, every "
+            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}",
+            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
+        )
+    places = {(name, of[0].offset_bytes, whole[name].size_bytes) for name, of in found.items()}
+    if peer.packed_layers and places != set(peer.packed_layers):
+        raise PeerRefused(
+            "its layers follow one another in a block's row in another way than ours would",
+            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        )
+    pieces = [piece for name in ours.layers for piece in found[name]]
+    has_tokens_outside = inner_layout_of_axes(axes) == "NHD"
+    if by_column and has_tokens_outside and any(piece.shape.heads > 1 for piece in pieces):
+        raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
+    yield from pieces
+
+
+def _in_own_regions(
+    layout: str,
+    block_bytes: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    units: Sequence[tuple[str, ...]],
+    whole: Mapping[str, Piece],
+) -> dict[str, list[Piece]]:
+    """Returns each layer's pieces, where a region is of a layer, or of one of its heads.
+
+    Args:
+        block_bytes: the bytes of a block in each region.
+        names: the layer that each region is named after; None where it is not stated.
+        whole: a block of each layer, wherever it lies.
+    """
+    by_head = layout == "LHBNC"
+    counts = [whole[unit[0]].shape.heads if by_head else 1 for unit in units]
+    if len(block_bytes) != sum(counts):
+        raise PeerRefused(
+            f"layout {layout} makes {sum(counts)} regions of our layers",
+            "use one model, one attention backend and one --pipeline-parallel-size on both sides",
+        )
+    is_apart = layout in ("BLNHC", "BHLNC") and len(units) > 1
+    if is_apart and any(piece.shape.heads > 1 for piece in whole.values()):
+        raise PeerRefused(
+            f"in layout {layout} a layer of several heads is not in one piece, and this peer says "
+            "that it is a region",
+            "use one vLLM on both sides",
+        )
+    found: dict[str, list[Piece]] = {}
+    start = 0
+    for unit, count in zip(units, counts, strict=True):
+        if names is not None:
+            named = {*names[start : start + count]}
+            fit = [one for one in units if len(named) == 1 and named <= {*one}]
+            if not fit:
+                raise PeerRefused(
+                    f"its regions are named {', '.join(sorted(named))}",
+                    "use one model on both sides",
+                )
+            unit = fit[0]
+        if any(layer in found for layer in unit):
+            raise PeerRefused(f"layer {unit[0]} has two regions", "use one model")
+        for layer in unit:
+            # A region a head, or one of them all.
+            of_layer = _by_head(whole[layer]) if count > 1 else [whole[layer]]
+            found[layer] = [one._replace(region=start + n) for n, one in enumerate(of_layer)]
+            for piece in found[layer]:
+                _check_bytes(layout, piece, piece.size_bytes, block_bytes)
+        start += count
     return found
 
 
-# --- cross-layer blocks ---------------------------------------------------------------
+def _in_named_blocks(
+    layout: str,
+    block_bytes: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    groups: Sequence[Sequence[str]] | None,
+    whole: Mapping[str, Piece],
+) -> dict[str, list[Piece]]:
+    """Returns each layer's pieces in the cross-layer blocks of a release.
+
+    Args:
+        groups: each group's layers as they follow one another in a block; None where nobody knows.
+    """
+    if groups is None:
+        raise PeerRefused(
+            f"blocks of layout {layout} hold all layers, whose order is not known to us",
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side",
+        )
+    if names is not None and names[0] not in whole:
+        raise PeerRefused(f"its region is named {names[0]}", "use one model")
+    # A block is one group's, and the group with the most bytes fills it.
+    whole_bytes = max(sum(whole[layer].size_bytes for layer in group) for group in groups)
+    largest = max(whole.values(), key=lambda piece: piece.size_bytes)
+    _check_bytes(layout, largest, whole_bytes, block_bytes)
+    found: dict[str, list[Piece]] = {}
+    # In BHLNC each head's piece of every layer, then the next head's. Each is a piece of its own:
+    # one of all heads would be nearly the whole block.
+    by_head = layout == "BHLNC"
+    for group in groups:
+        parts = {name: _by_head(whole[name]) if by_head else [whole[name]] for name in group}
+        widths = {(row_bytes(whole[name].members), *whole[name].shape[1:]) for name in group}
+        if by_head and len(widths) > 1:
+            raise PeerRefused(
+                "layout BHLNC has no place for layers of several widths", "use BHLNC on P"
+            )
+        step, offset = sum(of[0].size_bytes for of in parts.values()), 0
+        for name, of_layer in parts.items():
+            found[name] = [
+                piece._replace(offset_bytes=number * step + offset)
+                for number, piece in enumerate(of_layer)
+            ]
+            offset += of_layer[0].size_bytes
+    return found
+
+
+def _check_bytes(layout: str, piece: Piece, expected: int, block_bytes: tuple[int, ...]) -> None:
+    found = block_bytes[piece.region]
+    if found != expected:
+        raise PeerRefused(
+            f"{piece.shape.tokens} tokens of {piece.shape.heads} heads come to {expected} bytes in "
+            f"a block of layout {layout} and not to {found}",
+            "both sides need one model, one --kv-cache-dtype and one attention backend, and pages "
+            "without padding",
+        )
+
+
+def _by_head(piece: Piece) -> list[Piece]:
+    first, heads, tokens = piece.shape
+    return [piece._replace(shape=BlockShape(first + head, 1, tokens)) for head in range(heads)]
+
+
+def names_by_attention(ours: LocalGeometry, peer: AgentMetadata) -> tuple[str, ...] | None:
+    """Returns which attention layer's each of a peer's regions is; None where it names none.
+
+    A region is named after the layer that was registered first there, which in a hybrid model
+    may be one with recurrent state.
+    """
+    if peer.region_names is None:
+        return None
+    there = {layer.planes[0].address: name for name, layer in reversed(tuple(ours.layers.items()))}
+    states = {name: there.get(pages.address, name) for name, pages in ours.states.items()}
+    return tuple(states.get(name, name) for name in peer.region_names)
+
+
+# --- kvpatch's cross-layer blocks ---------------------------------------------------------------
 
 
 def _in_cross_layer_blocks(

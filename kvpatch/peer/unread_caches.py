@@ -11,9 +11,9 @@ from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE, unknown_kind
-from kvpatch.peer.remote_states import check_state_sizes, undivided
+from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
-from kvpatch.worker.shared_rows import Holder, Page, SharedRows, regions_of
+from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
 from kvpatch.worker.state_division import StateDivision
 
 
@@ -86,17 +86,39 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             ONE_SIZE,
         )
     if local.mirror_layout is not None and local.has_heads:
-        is_true = local.layout == local.mirror_layout
-        _check_mirror(local, remote, is_read=is_true or (same_tokens and same_ranks))
+        is_read = local.layout == local.mirror_layout or (same_tokens and same_ranks)
+        if remote.stated_layout not in (None, local.mirror_layout) or not is_read:
+            raise PeerRefused(
+                f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
+                f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
+                "use one --block-size and --tensor-parallel-size on both sides, or "
+                "KVPATCH_HOST_BUFFER=always on both",
+            )
     if not (same_tokens and same_layout and same_ranks):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
         for layer, kind in local.kinds.items():
-            has_tokens = same_tokens or (kind.joins and joins)
-            has_heads = same_ranks or not local.has_heads
-            _check_uncut(layer, kind, has_tokens=has_tokens, has_heads=has_heads)
+            if not kind.is_known:
+                raise unknown_kind(layer, kind)
+            contents = f"blocks of layer {layer} hold {kind.contents}"
+            is_whole = kind.holds is Holds.WHOLE
+            if is_whole and not (same_tokens or (kind.joins and joins)):
+                raise PeerRefused(f"{contents}, and move whole", "use one block size")
+            # What has no heads is whole on every rank, and the release reads it so, but some rings.
+            if is_whole and kind.mixes_heads and local.has_heads and not same_ranks:
+                raise PeerRefused(
+                    f"{contents}, and move whole, never a share of their heads", ONE_SIZE
+                )
     if not same_ranks:
-        _check_states(local.divisions)
+        for layer, division in local.divisions.items():
+            if division.reason:
+                raise undivided(layer, division)
+            if division.has_copies:
+                raise PeerRefused(
+                    f"recurrent state of layer {layer} has a part that every rank has whole, and "
+                    "this vLLM takes it for shared out",
+                    ONE_SIZE,
+                )
     check_state_sizes(remote, local.sizes_on(remote.tp_size))
     if local.rows is not None:
         _check_rows(local, remote, local.rows)
@@ -113,53 +135,23 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
         )
 
 
-def _check_mirror(local: UnreadCache, remote: AgentMetadata, *, is_read: bool) -> None:
-    """Refuses what a mirror does not hold as it states it."""
-    if remote.stated_layout not in (None, local.mirror_layout) or not is_read:
-        raise PeerRefused(
-            f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
-            f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
-            "use one --block-size and --tensor-parallel-size on both sides, or "
-            "KVPATCH_HOST_BUFFER=always on both",
-        )
-
-
-def _check_uncut(layer: str, kind: Kind, *, has_tokens: bool, has_heads: bool) -> None:
-    """Refuses a peer of whose blocks the release would cut what moves whole.
-
-    What has no heads is whole on every rank, and the release reads it so, but for some rings.
-
-    Args:
-        has_tokens: True if the release reads all tokens of a block.
-        has_heads: True if it reads all of its heads.
-    """
-    if not kind.is_known:
-        raise unknown_kind(layer, kind)
-    contents = f"blocks of layer {layer} hold {kind.contents}"
-    if kind.holds is Holds.WHOLE and not has_tokens:
-        raise PeerRefused(f"{contents}, and move whole", "use one block size")
-    if kind.holds is Holds.WHOLE and kind.mixes_heads and not has_heads:
-        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
-
-
-def _check_states(divisions: Mapping[str, StateDivision]) -> None:
-    """Refuses other ranks on which the release does not find a rank's share of each state."""
-    for layer, division in divisions.items():
-        if division.reason:
-            raise undivided(layer, division)
-        if division.has_copies:
-            raise PeerRefused(
-                f"recurrent state of layer {layer} has a part that every rank has whole, and this "
-                "vLLM takes it for shared out",
-                ONE_SIZE,
-            )
-
-
 def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> None:
     """Refuses a peer of which the release copies a page in part, or over other pages."""
     short = rows.copied_short()
     if short is not None:
-        raise _copied_short(*short)
+        page, copied = short
+        size = page.region.size_bytes
+        if page.holder is Holder.WHOLE_STATE:
+            raise PeerRefused(
+                f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM "
+                f"copies {copied} of them, by the size of another layer that begins there",
+                "use vLLM 0.32 or later on both sides",
+            )
+        raise PeerRefused(
+            f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of "
+            "them, by the size of another layer that begins there",
+            "use a larger --block-size on both sides",
+        )
     ranks = remote.tp_size, local.tp_size
     regions = regions_of(remote.addresses, remote.block_bytes)
     if remote.tp_size == local.tp_size or not local.has_heads:
@@ -183,21 +175,6 @@ def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> 
     ring = rows.misread_ring(ranks)
     if ring is not None:
         raise _shared_ring(ring.layer, "fewer" if remote.tp_size < local.tp_size else "more")
-
-
-def _copied_short(page: Page, copied: int) -> PeerRefused:
-    size = page.region.size_bytes
-    if page.holder is Holder.WHOLE_STATE:
-        return PeerRefused(
-            f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM copies "
-            f"{copied} of them, by the size of another layer that begins there",
-            "use vLLM 0.32 or later on both sides",
-        )
-    return PeerRefused(
-        f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of them, "
-        "by the size of another layer that begins there",
-        "use a larger --block-size on both sides",
-    )
 
 
 def _shared_ring(layer: str, ranks: str) -> PeerRefused:

@@ -184,7 +184,7 @@ def test_ours_is_what_it_was_to_all_who_send_it() -> None:
     assert (plain != ours) is False
     assert {plain: 1}[ours] == 1
     assert ours != 7 and ours is not None
-    assert peers.accepted() is None
+    assert peers.accepted is None
 
 
 def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert hash_of(attn_backend_name="FLASHINFER") != ours
     assert "P runs FLASHINFER; this engine runs FLASH_ATTN" in found.value.reason
     assert "KVPATCH_ACCEPT=attn_backend here" in found.value.cure
-    assert peers.accepted() is None
+    assert peers.accepted is None
     assert "PeerRefused" in repr(book.take())  # and it is counted
 
 
@@ -234,20 +234,20 @@ def test_only_what_is_listed_is_waived(
     if not is_taken:
         with pytest.raises(PeerRefused):
             assert hash_of(**changes) != ours
-        assert peers.accepted() is None
+        assert peers.accepted is None
         return
     assert (hash_of(**changes) != ours) is False
-    found = peers.accepted()
+    found = peers.accepted
     assert found is not None and len(found.factors) == len(changes)
     assert set(found.factors) <= set(accept.replace(" ", ",").split(","))
     # A handshake with the next peer begins anew, in each thread for itself.
     others: list[Explanation | None] = []
-    thread = threading.Thread(target=lambda: others.append(peers.accepted()))
+    thread = threading.Thread(target=lambda: others.append(peers.accepted))
     thread.start()
     thread.join()
     assert others == [None]
     assert hash_of() == ours
-    assert peers.accepted() is None
+    assert peers.accepted is None
 
 
 # --- the search for what makes a peer's hash, which the lab plays at real handshakes -------------
@@ -297,7 +297,7 @@ def test_nothing_is_waived_where_nobody_checks(monkeypatch: pytest.MonkeyPatch) 
     ours, peers, _ = compared(checks=False)
     with pytest.raises(PeerRefused, match="KVPATCH_DISABLE"):
         assert hash_of(attn_backend_name="FLASHINFER") != ours
-    assert peers.accepted() is None
+    assert peers.accepted is None
 
 
 def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

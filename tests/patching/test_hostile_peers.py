@@ -23,7 +23,7 @@ from kvpatch.geometry.staged_plan import plan_chunks
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.peer.decision import is_compatible, with_both_geometries
+from kvpatch.peer.decision import LocalCache, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unstated_blocks import DeclaredGeometry, complete
 from kvpatch.worker.kv_cache_groups import Group
@@ -136,8 +136,11 @@ def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
     peer = _completed(ours, metadata)
 
-    message = str(with_both_geometries(ours, peer, PeerRefused("it is not", "use another")))
+    unlike = replace(peer, memory_kinds=("DRAM", "VRAM"))
+    refusal = decide(LocalCache(ours, ()), unlike, installed_facts())
+    message = str(refusal)
 
+    assert isinstance(refusal, PeerRefused)
     assert message.isprintable()
     assert len(message) < 5000
     assert len(one_line(peer)) < 5000

@@ -23,12 +23,16 @@ from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, GENERATIONS
 from kvpatch.guard.transfer_params import RequestLimits, checked
 from kvpatch.load.prompt_hashes import FIELD, read_prompt
-from kvpatch.peer import interpreter, stated_words
+from kvpatch.peer import other_releases, unstated_blocks
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.interpreter import Interpretation
-from kvpatch.peer.notifications import Notifications
-from kvpatch.peer.other_releases import Address, question_for, read_statement
-from kvpatch.peer.stated_words import SideChannels, stated_blocks
+from kvpatch.peer.other_releases import (
+    Address,
+    InterpretedSocket,
+    Notifications,
+    question_for,
+    read_statement,
+)
+from kvpatch.peer.unstated_blocks import SideChannels, stated_blocks
 
 from .test_unlike_releases import HASHED, fields
 
@@ -99,7 +103,7 @@ _WORDS = st.dictionaries(
 @given(answer=_payloads(), own=st.sampled_from(["0.20.2", "0.33.0"]))
 def test_what_p_answers_at_a_handshake(answer: bytes, own: str) -> None:
     told: dict[int, Any] = {}
-    interpretation = Interpretation(
+    socket = InterpretedSocket(
         Address(HOST, 1),
         tuple(HASHED),
         FACTS[own],
@@ -108,12 +112,12 @@ def test_what_p_answers_at_a_handshake(answer: bytes, own: str) -> None:
         told.__setitem__,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "ask", lambda *asked: [answer])
-        patch.setattr(interpreter, "question_of", lambda releases: "rank")
-        patch.setattr(stated_words, "ask", lambda *asked: [answer])
+        patch.setattr(other_releases, "ask", lambda *asked: [answer])
+        patch.setattr(other_releases, "question_of", lambda releases: "rank")
+        patch.setattr(unstated_blocks, "ask", lambda *asked: [answer])
         with suppress(PeerRefused):
-            frames = interpretation.answer(question_for(FACTS[own].question, 0))
-            assert sum(map(len, frames)) <= 2 * len(answer) + 4096
+            socket.send(question_for(FACTS[own].question, 0))
+            assert sum(map(len, socket.recv_multipart())) <= 2 * len(answer) + 4096
             if told.get(0) is not None:
                 read_statement(told[0], FACTS[own], 0, 1)
         channels = SideChannels()

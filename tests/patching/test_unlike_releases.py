@@ -19,10 +19,10 @@ from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.decision import decide
-from kvpatch.peer.interpreter import Interpretation, InterpretedSocket
 from kvpatch.peer.other_releases import (
     NULLABLE,
     Address,
+    InterpretedSocket,
     PeerReleases,
     Statement,
     question_for,
@@ -200,7 +200,7 @@ def asked_by(
     own: str, listener: Listener, releases: Sequence[str] = (), told: dict[int, Any] | None = None
 ) -> list[bytes]:
     """What a D of a release is answered, as its own handshake asks it."""
-    interpretation = Interpretation(
+    socket = InterpretedSocket(
         Address(HOST, listener.port),
         tuple(releases) or releases_by_answer(answer(listener.release)),
         FACTS[own],
@@ -208,7 +208,6 @@ def asked_by(
         FLASH_ATTENTION,
         ({} if told is None else told).__setitem__,
     )
-    socket = InterpretedSocket(interpretation)
     socket.setsockopt(zmq.RCVTIMEO, 5000)
     socket.send(question_for(FACTS[own].question, 0))
     assert socket.recv() == socket.recv_multipart()[0]
@@ -406,14 +405,14 @@ class TestWhereNoOtherReleaseIsAccepted:
     @pytest.mark.parametrize("release", HASHED)
     @pytest.mark.parametrize("accepts", [True, False])
     def test_its_own_releases_p_behind_a_typed_proxy_is_stocks(self, release, accepts, monkeypatch):
-        """Asked as the release asks, which the interpreter does too."""
-        asked: list[Interpretation] = []
+        """Asked as the release asks, which an interpreted socket does too."""
+        asked: list[InterpretedSocket] = []
 
-        def stands_in(interpretation: Interpretation) -> str:
-            asked.append(interpretation)
+        def stands_in(*ends: Any) -> str:
+            asked.append(InterpretedSocket(*ends))
             return "stands in"
 
-        monkeypatch.setattr("kvpatch.peer.interpreter.InterpretedSocket", stands_in)
+        monkeypatch.setattr(unlike_releases, "InterpretedSocket", stands_in)
         params = {**EVERY, **answer(release)}
         (found,) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
 

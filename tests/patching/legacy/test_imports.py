@@ -19,8 +19,8 @@ pytestmark = pytest.mark.patching
         ("0.29.0", {"failed_loads"}),
         ("0.20.1", {"failed_loads"}),
         ("0.15.1", {"aborted_loads", "unlike_engines", "failed_loads"}),
-        ("0.13.0", {"aborted_loads", "failed_loads", "multi_rank"}),
-        ("0.11.0", {"unlike_engines", "multi_rank"}),
+        ("0.13.0", {"aborted_loads", "failed_loads", "unlike_engines"}),
+        ("0.11.0", {"unlike_engines"}),
         ("0.10.0", {"unlike_engines"}),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.legacy.multi_rank import ranks_to_read
+from kvpatch.legacy.unlike_engines import ranks_to_read
 from kvpatch.peer.block_shapes import heads_of
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
