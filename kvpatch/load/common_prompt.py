@@ -92,7 +92,11 @@ class PromptLoads:
         if request not in planned:
             planned[request], kind = _found(scheduler, request, computed + count, state.facts)
             state.book.add(PROMPTS, 1, kind.value)
-            self._tell(kind, str(params.get("remote_engine_id")))
+            engine_id = str(params.get("remote_engine_id"))
+            key, sentence = f"{kind.value} {engine_id}", _SENTENCES.get(kind)
+            if sentence is not None and key not in self.told:
+                self.told[key] = True
+                _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), sentence)
         return max(0, planned[request].tokens - computed)
 
     def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
@@ -152,16 +156,8 @@ class PromptLoads:
         if known is not None and known() is request:
             del self._takers[answer]
 
-    def _tell(self, kind: Prompt, engine_id: str) -> None:
-        """Logs what is unusual about a prompt, once for each peer."""
-        key = f"{kind.value} {engine_id}"
-        if kind in _SENTENCES and key not in self.told:
-            self.told[key] = True
-            _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
-
 
 def _answer(params: Mapping[str, Any]) -> str:
-    """Returns what tells answers of P apart, of thousands of blocks."""
     return str(hash(repr([params.get(name) for name in _NAMES])))
 
 
@@ -172,11 +168,7 @@ def _is_loading(request: Any) -> bool:
 
 
 def _leave(scheduler: Any, request: Any, taker: Any) -> bool:
-    """Leaves a request unread, of whose answer another one has been the taker.
-
-    Returns:
-        True if that one is still loading.
-    """
+    """Leaves a request unread that has a taker's answer; returns True if that one still loads."""
     is_loading = taker is not None and _is_loading(taker)
     leave_unread(scheduler, request, scheduler_state(scheduler).facts, is_loading=is_loading)
     return is_loading
@@ -243,11 +235,14 @@ def _in_front_of_gap(
     Layers with reference sliding windows (R-SWA, from 0.25) keep a prompt and the end of its
     answer. P's list has the null block for what is between them, which would be read as data.
     """
-    number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
+    named = groups(params.get("remote_block_ids") or ())
+    if not any(0 in blocks for blocks in named):
+        return held
+    number = counted_group(scheduler, facts)
     if number is None or number >= len(named) or window_alone(scheduler) is not None:
         return held
     blocks = named[number]
-    # P's blocks may be of another size, and are enough for what it holds: a block is no smaller.
+    # P's blocks may be of another size. They are enough for what it holds: none is smaller.
     return blocks.index(0) * held // len(blocks) if 0 in blocks else held
 
 

@@ -174,19 +174,16 @@ class ReadingAgent(AgentProxy):
         return self._self_reader.understood(found) if found else found
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        """Starts a transfer."""
         if isinstance(handle, OwnRead):
             return handle.start()
         return self.__wrapped__.transfer(handle, *args, **kwargs)
 
     def check_xfer_state(self, handle: Any) -> Any:
-        """``DONE``, ``PROC`` or ``ERR``."""
         if isinstance(handle, OwnRead):
             return handle.state()
         return self.__wrapped__.check_xfer_state(handle)
 
     def get_xfer_telemetry(self, handle: Any) -> Any:
-        """NIXL's counts of a transfer."""
         if isinstance(handle, OwnRead):
             return handle.telemetry()
         return self.__wrapped__.get_xfer_telemetry(handle)
@@ -208,7 +205,6 @@ class ReadingAgent(AgentProxy):
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:
-        """Lets go of a transfer."""
         if isinstance(handle, OwnRead):
             return handle.release()
         return self.__wrapped__.release_xfer_handle(handle)

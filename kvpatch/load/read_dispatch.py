@@ -58,7 +58,12 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
             context.refusal = error
         if context.refusal is not None:
             if smaller is None:
-                if not _is_paired_by_release(worker, reader, engine_id, facts):
+                # Of a like peer whose lists, of other lengths, the release alone pairs, they stay:
+                # where they are of one length it may find nothing to read for this rank, prepare no
+                # transfer, and take a load that is refused for one that is done.
+                is_met = engine_id in worker._remote_agents
+                is_like = is_met and (reader is None or engine_id not in reader.peers)
+                if not (is_like and _pairs_otherwise(worker, engine_id, facts)):
                     read_request.match_local_block_count(meta, facts)
             else:
                 context.is_of_smaller = True
@@ -69,19 +74,6 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 agent = RefusingAgent(worker, context, context.refusal)
                 inside.enter_context(replaced(worker, nixl_wrapper=agent))
         yield
-
-
-def _is_paired_by_release(
-    worker: Any, reader: Reader | None, engine_id: str, facts: ReleaseFacts
-) -> bool:
-    """True of a like peer of whose lists, of other lengths, the release alone makes the reads.
-
-    Where they are of one length it may find nothing to read for this rank, prepare no transfer, and
-    take a load that is refused for one that is done.
-    """
-    is_met = engine_id in worker._remote_agents
-    is_like = is_met and (reader is None or engine_id not in reader.peers)
-    return is_like and _pairs_otherwise(worker, engine_id, facts)
 
 
 def _is_remade(worker: Any, engine_id: str) -> bool:

@@ -46,7 +46,6 @@ from kvpatch.peer.unstated_blocks import (
     order_of,
     stated_blocks,
 )
-from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
@@ -102,7 +101,10 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
-        kinds=_kinds_of(release),
+        kinds={
+            layer: kind_of(release, layer, has_slots=has_slots(release, layer))
+            for layer in (worker.device_kv_caches if facts.has_host_buffer else ())
+        },
         misreads_smaller=why_misread(release),
         rows=shared_rows(release),
         divisions=divided_states(release),
@@ -111,11 +113,6 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
     )
-
-
-def _kinds_of(release: ReleaseWorker) -> Mapping[str, Kind]:
-    layers = release.worker.device_kv_caches if release.facts.has_host_buffer else ()
-    return {layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers}
 
 
 def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
@@ -246,7 +243,7 @@ class Handshake:
         if decision.open_to:
             self._warn(decision.open_to)
         if isinstance(decision, Read):
-            return self._add_heterogeneous(decision.mapping, self._reader())
+            return self._add_heterogeneous(decision.mapping)
         reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
             if reader.destination.states:
@@ -280,9 +277,15 @@ class Handshake:
             note_peer(self.worker, metadata)
         return agent
 
-    def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:
+    def _add_heterogeneous(self, rank: RemoteRank) -> Any:
         from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
 
+        reader = self.state.held(Reader)
+        if reader is None:
+            raise PeerRefused(
+                "a worker registered its caches anew in the middle of a handshake",
+                "send the request again",
+            )
         peer, reads = rank.metadata, reads_of(self.worker, reader)
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)
@@ -308,12 +311,3 @@ class Handshake:
         book_own_cut(self.worker, self.facts, ours, peer.engine_id)
         with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
             return self._book(view, ranks)
-
-    def _reader(self) -> Reader:
-        reader = self.state.held(Reader)
-        if reader is None:
-            raise PeerRefused(
-                "a worker registered its caches anew in the middle of a handshake",
-                "send the request again",
-            )
-        return reader

@@ -156,7 +156,14 @@ def mend_pairing(
             _ADVICE,
         )
     if shares_tokens(worker, read_request.engine_of(meta, facts), facts):
-        _refuse_unlike_shares(meta, local, remote)
+        # Here the release pairs blocks one to one, and leaves out the rest.
+        has_more = any(len(theirs) > len(ours) for ours, theirs in zip(local, remote, strict=False))
+        if any(meta.local_num_computed_blocks) or has_more:
+            raise ReadRefused(
+                "with context parallelism this vLLM pairs the peer's smaller blocks one to one "
+                "with ours",
+                _ADVICE,
+            )
         return
     request, has_state = read_request.read_request_of(meta), any(one.has_state for one in groups)
     is_cached = bool(worker.vllm_config.cache_config.enable_prefix_caching)
@@ -212,19 +219,6 @@ def _no_count() -> ReadRefused:
         "the request reads from blocks of another size and carries no token count",
         "set ENABLE_KVPATCH for the scheduler's process too",
     )
-
-
-def _refuse_unlike_shares(
-    meta: Any, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
-) -> None:
-    """Refuses unlike lists: here the release pairs blocks one to one, and leaves out the rest."""
-    has_hit = any(meta.local_num_computed_blocks)
-    if has_hit or any(len(theirs) > len(ours) for ours, theirs in zip(local, remote, strict=False)):
-        raise ReadRefused(
-            "with context parallelism this vLLM pairs the peer's smaller blocks one to one with "
-            "ours",
-            _ADVICE,
-        )
 
 
 def name_preparable(

@@ -5,11 +5,8 @@ together, some MiB at a time: gathered block by block, multiplied as words of 32
 On the host numpy's einsum does the last two in one pass; a device has no product of whole-number
 matrices and does them in two operations.
 
-Tried for the first sum, on one core with AVX-512, as a multiple of what a plain copy of the bytes
-takes, without the gather: numpy's einsum, which widens words as it goes, 2.1 (4 MiB) to 5.6 (256
-KiB, where a copy stays in the core's cache); words times weights in ``int64`` and their sum by
-torch 5 to 24; ``int64`` matrix products 4 to 9; ``float64`` products that stay below 2**53 3 to 5
-for weights of 15 bits, and 10 to 17 for two of 26 bits to each half of a word.
+On one core with AVX-512 einsum takes 2.1 (4 MiB) to 5.6 times (256 KiB) as long as a plain copy of
+the bytes; products in ``int64`` by torch take 4 to 24 times as long, in ``float64`` 3 to 17.
 """
 
 from __future__ import annotations
@@ -365,11 +362,7 @@ def _range_sums(sums: torch.Tensor, weights: torch.Tensor, borders: torch.Tensor
 
 
 class DigestStream:
-    """The place where a worker's digests are made: a thread, and on a device a stream.
-
-    Args:
-        device: of the cache.
-    """
+    """The place where a worker's digests are made: a thread, and on a device a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
@@ -415,9 +408,7 @@ class CoveredCaches:
     """The caches of one worker that digests cover.
 
     Args:
-        tensors: the caches by layer.
         planes: the planes of all layers that peers read, or that are read into.
-        groups: the layers of each block table.
         states: the pages of layers with recurrent state, where they lie.
         rank: the rank that these states belong to.
     """

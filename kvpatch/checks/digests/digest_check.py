@@ -68,8 +68,6 @@ class Entry(NamedTuple):
     Attributes:
         word: the word of its hold; the lowest bit is set where it has no digests.
         start: where its digests start, in bytes from the table's beginning.
-        size_bytes: the size of its digests.
-        check: the check sum of its digests.
     """
 
     word: int
@@ -179,7 +177,11 @@ class DigestRead(TableRead[DigestTable]):
                 self._leave()
                 return found
             else:
-                self._look_again()
+                self._entry, self._looks = None, self._looks + 1
+                if self._looks >= _MOST_LOOKS:
+                    raise NoDigest(
+                        f"{self.agent} has written other digests over those of a request"
+                    )
         if self._handle is None:
             self._leave()  # others have something to fetch while this one waits
         if self._patience.is_over():
@@ -197,12 +199,6 @@ class DigestRead(TableRead[DigestTable]):
             self._next = time.monotonic() + PAUSE_SECONDS
         else:
             raise NoDigest(f"{self.agent} has no digest of a request, or none any more")
-
-    def _look_again(self) -> None:
-        self._entry = None
-        self._looks += 1
-        if self._looks >= _MOST_LOOKS:
-            raise NoDigest(f"{self.agent} has written other digests over those of a request")
 
 
 @dataclass(eq=False)
@@ -358,14 +354,13 @@ class DigestCheck:
             places,
             f"; and {more} more places" if more > 0 else "",
         )
-        self.compared.layer = min((place.layer for place in wrong), key=_place_in_model)
+        # Layers are sorted by the numbers in their names.
+        self.compared.layer = min(
+            (place.layer for place in wrong),
+            key=lambda layer: ([int(number) for number in re.findall(r"\d+", layer)], layer),
+        )
 
 
 def seed_of(generation: int) -> bytes:
     """The seed of a request's digests, which both sides know by the word of P's hold."""
     return f"{generation:x}".encode()
-
-
-def _place_in_model(layer: str) -> tuple[list[int], str]:
-    """Returns what layers are sorted by: the numbers in their names."""
-    return [int(number) for number in re.findall(r"\d+", layer)], layer

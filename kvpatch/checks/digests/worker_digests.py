@@ -61,8 +61,6 @@ class Order(NamedTuple):
 
     Attributes:
         generation: the word of the request's hold.
-        tables: the request's tokens in each block table.
-        end_token: the end of the request's tokens.
         is_held: True while the word still stands.
         after: the device work that was queued when the request was over; the stream waits for it.
     """
@@ -79,7 +77,6 @@ class DigestMaker:
 
     Args:
         table: the table that digests are written to; nothing else writes to it.
-        stream: the place where they are made.
         is_sample: True if they are of a sample of the tokens.
     """
 
@@ -156,15 +153,7 @@ class DigestMaker:
 
 @dataclass(frozen=True)
 class DigestChecks:
-    """The checks of one worker's loads by digests, and what it digests for its peers.
-
-    Attributes:
-        ours: the worker's geometry.
-        groups: the layers of each block table.
-        covered: the worker's caches.
-        maker: makes digests of them.
-        book: counts loads by result.
-    """
+    """The checks of one worker's loads by digests, and what it digests for its peers."""
 
     ours: LocalGeometry
     groups: tuple[Group, ...]
@@ -195,8 +184,8 @@ class DigestChecks:
             misses |= bool(blocks) and filled is None
         tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            load = PromisedLoad(context.request_id, promised, tables, misses)
-            context.checks.append(partial(self._of_rank, load))
+            load = context.request_id, promised, tables, misses
+            context.checks.append(partial(self._of_rank, *load))
 
     def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
         """True if the release reads a rank for its share of states, and latents from another.
@@ -208,34 +197,45 @@ class DigestChecks:
         return is_of_many and rank.number != self.ours.tp_rank * ranks // self.ours.tp_size
 
     def _of_rank(
-        self, load: PromisedLoad, rank: RankRead, before: tuple[Check, ...]
+        self,
+        request_id: str,
+        promised: Sequence[int],
+        loaded: Sequence[TableTokens],
+        misses: bool,  # noqa: FBT001
+        rank: RankRead,
+        before: tuple[Check, ...],
     ) -> DigestCheck | None:
-        """Returns the check of one rank's read; None where nothing checks it, or is in it."""
+        """Returns the check of one rank's read; None where nothing checks it, or is in it.
+
+        Args:
+            promised: by rank of P's, where its table of digests begins, masked.
+            misses: True if the load fills something that nothing is compared with.
+        """
         if rank.is_idle:
             return None
-        filled = [table.without_heads(rank.taken or ()) for table in load.tables]
-        if rank.taken is None and self._brings_states_alone(rank, len(load.promised)):
+        filled = [table.without_heads(rank.taken or ()) for table in loaded]
+        if rank.taken is None and self._brings_states_alone(rank, len(promised)):
             filled = [table.without_content(Content.LATENT) for table in filled]
         tables = [table for table in filled if table.planes]
         if not tables:
             return None
-        compared = self.book.compare(load.request_id)
+        compared = self.book.compare(request_id)
         held = next((check for check in before if isinstance(check, HoldCheck)), None)
-        if held is None or rank.mask is None or rank.number >= len(load.promised):
+        if held is None or rank.mask is None or rank.number >= len(promised):
             return None  # others of its ranks may be compared
         is_part = False
-        if rank.taken is None and len(load.promised) > self.ours.tp_size:
+        if rank.taken is None and len(promised) > self.ours.tp_size:
             known = [part for table in tables for part in table.without_open_blocks()]
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
-        address, maker = load.promised[rank.number] ^ rank.mask, self.maker
+        address, maker = promised[rank.number] ^ rank.mask, self.maker
         fetched = DigestRead(
             maker.table, rank.agent, address, held.generation, is_paced=rank.is_paced
         )
         return DigestCheck(
-            *(fetched, tables, load.request_id, self.covered.stream, compared, maker.is_sample),
+            *(fetched, tables, request_id, self.covered.stream, compared, maker.is_sample),
             is_part=is_part,
-            misses=load.misses,
+            misses=misses,
         )
 
     def digest(self, holds: HoldTable, request_id: str, order: DigestOrder, after: Any) -> None:
@@ -264,21 +264,6 @@ class DigestChecks:
                 block = state_block(named[number], order.held, block_tokens)
                 if block is not None:
                     yield number, block
-
-
-class PromisedLoad(NamedTuple):
-    """A load that P has promised a digest of.
-
-    Attributes:
-        promised: by rank of P's, where its table of digests begins, masked.
-        tables: what the load fills.
-        misses: whether it fills something that nothing is compared with.
-    """
-
-    request_id: str
-    promised: Sequence[int]
-    tables: Sequence[TableTokens]
-    misses: bool
 
 
 def make_table(release: ReleaseWorker) -> None:
