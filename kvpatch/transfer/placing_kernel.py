@@ -73,7 +73,7 @@ class _Row(NamedTuple):
 
 
 #: Of a compiler that fails: also in a request, for it compiles for each number of axes anew.
-_NO_KERNEL = TritonError, OSError, SubprocessError
+NO_KERNEL = TritonError, OSError, SubprocessError
 
 #: By bytes.
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -145,7 +145,7 @@ def place_surely(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]])
     """
     try:
         place_by_kernel(staging, into)
-    except _NO_KERNEL as error:
+    except NO_KERNEL as error:
         _LOG.warning(
             "Triton's kernel is not there for a copy, which takes more launches: %s", error
         )
@@ -174,7 +174,7 @@ def is_right_on(device: torch.device) -> bool:
             layers = ((0, address), (4 * 96, address + 6 * 64))
             place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
         is_right = bool(torch.equal(found, expected))
-    except (RuntimeError, *_NO_KERNEL) as error:
+    except (RuntimeError, *NO_KERNEL) as error:
         _LOG.warning(
             "Triton's kernel does not run on %s: copies take more launches: %s", device, error
         )

@@ -3,7 +3,8 @@
 The numbers are those of ``digests.py``. Planes that differ only in where they lie are read
 together, some MiB at a time: gathered block by block, multiplied as words of 32 bits, and added up.
 On the host numpy's einsum does the last two in one pass; a device has no product of whole-number
-matrices and does them in two operations.
+matrices and does them in two operations, or all of it in one launch where Triton runs
+(``digest_kernel.py``).
 
 On one core with AVX-512 einsum takes 2.1 (4 MiB) to 5.6 times (256 KiB) as long as a plain copy of
 the bytes; products in ``int64`` by torch take 4 to 24 times as long, in ``float64`` 3 to 17.
@@ -64,30 +65,34 @@ class Alike:
     Attributes:
         row_bytes: the bytes of one token of one head.
         block_bytes: the bytes of one block of one plane.
+        first: the lowest address of a plane.
+        step: bytes from one block number to the next.
+        unit: bytes that all distances are multiples of.
+        axes: (size, stride in units) of heads, tokens, channels and contiguous units.
     """
 
     def __init__(self, memory: Bytes, planes: Sequence[Plane]) -> None:
         self.memory, self.planes, plane = memory, planes, planes[0]
         self.row_bytes = plane.counts.channels * plane.item_bytes
         self.block_bytes = plane.counts.heads * plane.counts.block_tokens * self.row_bytes
-        self._first = min(plane.address for plane in planes)
-        apart = (plane.address - self._first for plane in planes)
+        self.first = min(plane.address for plane in planes)
+        apart = (plane.address - self.first for plane in planes)
         # Every distance between two blocks is a multiple of it.
-        self._step = gcd(*apart, *(one.strides_bytes.block for one in planes)) or _WIDEST_BYTES
+        self.step = gcd(*apart, *(one.strides_bytes.block for one in planes)) or _WIDEST_BYTES
         _, *outer, (channels, stride) = plane.axes
         if channels > 1 and stride != plane.item_bytes:
             outer, piece = [*outer, (channels, stride)], plane.item_bytes
         else:
             piece = channels * plane.item_bytes
-        offsets = memory.address, self._first - memory.address, self._step
+        offsets = memory.address, self.first - memory.address, self.step
         unit = gcd(_WIDEST_BYTES, *offsets, piece, *(stride for _, stride in outer))
-        self._unit, self._axes = unit, [*((n, stride // unit) for n, stride in outer)]
-        self._axes.append((piece // unit, 1))
+        self.unit, self.axes = unit, [*((n, stride // unit) for n, stride in outer)]
+        self.axes.append((piece // unit, 1))
 
     def numbers(self, block_ids: Int64Array) -> Int64Array:
         """[plane, block] in steps from the first."""
-        apart = [(plane.address - self._first) // self._step for plane in self.planes]
-        strides = [plane.strides_bytes.block // self._step for plane in self.planes]
+        apart = [(plane.address - self.first) // self.step for plane in self.planes]
+        strides = [plane.strides_bytes.block // self.step for plane in self.planes]
         return np.array(apart)[:, None] + np.array(strides)[:, None] * block_ids
 
     def view(self, end: int) -> torch.Tensor:
@@ -95,11 +100,11 @@ class Alike:
 
         Of tiled planes tokens and units are several axes each.
         """
-        sizes, strides = zip(*self._axes, strict=True)
-        memory, unit = self.memory.memory, self._unit
-        start = memory.storage_offset() + self._first - self.memory.address
+        sizes, strides = zip(*self.axes, strict=True)
+        memory, unit = self.memory.memory, self.unit
+        start = memory.storage_offset() + self.first - self.memory.address
         return in_units(memory, unit).as_strided(
-            (end, *sizes), (self._step // unit, *strides), start // unit
+            (end, *sizes), (self.step // unit, *strides), start // unit
         )
 
 
@@ -125,6 +130,17 @@ class DigestPiece(NamedTuple):
 
     def sums(self) -> torch.Tensor:
         """[plane, head, range], on the device, in its current stream."""
+        if self.alike.memory.memory.device.type == "cuda":  # ROCm's devices too
+            try:
+                from kvpatch.checks.digests.digest_kernel import sums_surely
+            except ImportError:
+                _LOG.debug("torch came without Triton: digests take longer", exc_info=True)
+            else:
+                return sums_surely(self)
+        return self.sums_by_torch()
+
+    def sums_by_torch(self) -> torch.Tensor:
+        """Does :meth:`sums` by several operations of torch's, or of numpy's on the host."""
         counts, device = self.alike.planes[0].counts, self.alike.memory.memory.device
         view = self.alike.view(int(self.numbers.max()) + 1)
         sent = self.words.view(np.int64), self.rows.view(np.int64), self.borders, self.numbers

@@ -1,0 +1,179 @@
+"""Digests a piece of a cache on a GPU in one launch: a Triton kernel, where Triton runs.
+
+Each program sums a few tokens of a few heads, all words of a row at once, and adds each head's sum
+to a cell. All numbers are whole and wrap at 64 bits, so the order in which programs add does not
+matter. ``cache_digests.py`` does the same by torch's operations: this is compared with it, and it
+is what devices without Triton use.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvpatch.checks.digests.cache_digests import DigestPiece
+from kvpatch.checks.digests.digest_weights import WORD_BYTES, rows_of
+from kvpatch.transfer.placing_kernel import NO_KERNEL
+from kvpatch.transfer.plane_bytes import uploaded
+
+_LOG = logging.getLogger("kvpatch.digests")
+
+#: Tokens of one program at most: as many as the smallest range has.
+_TOKENS = 16
+#: Heads of one program, one after another: they share what it works out of the table.
+_HEADS = 4
+#: Words of one head at once at most, with those that a row does not fill.
+_WORDS = 4096
+#: By bytes.
+_UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+#: By device, unit and words of a row: True if the kernel came to the sums that torch came to.
+_is_right: dict[tuple[torch.device, int, int], bool] = {}
+
+
+def sums_surely(piece: DigestPiece) -> torch.Tensor:
+    """Does :func:`sums_by_kernel` where that is right, and else by torch's operations.
+
+    Triton compiles the kernel for each kind of rows. The first piece of each kind is summed both
+    ways.
+    """
+    alike = piece.alike
+    kind = alike.memory.memory.device, alike.unit, rows_of(alike.row_bytes)[1]
+    if not _is_right.get(kind, True):
+        return piece.sums_by_torch()
+    try:
+        found = sums_by_kernel(piece)
+    except (RuntimeError, *NO_KERNEL) as error:
+        _LOG.warning("Triton's kernel does not run on %s: digests take longer: %s", kind[0], error)
+        _is_right[kind] = False
+        return piece.sums_by_torch()
+    if kind in _is_right:
+        return found
+    expected = piece.sums_by_torch()
+    _is_right[kind] = torch.equal(found, expected)
+    if not _is_right[kind]:
+        _LOG.warning(
+            "Triton's kernel comes to other digests on %s than torch does, and is not used. "
+            "Report it with the versions of torch and Triton",
+            kind[0],
+        )
+    return expected
+
+
+def sums_by_kernel(piece: DigestPiece) -> torch.Tensor:
+    """Does :meth:`DigestPiece.sums_by_torch` in one launch, in the current stream."""
+    alike, (planes, blocks) = piece.alike, piece.numbers.shape
+    plane, cache = alike.planes[0], alike.memory.memory
+    rows, words = rows_of(alike.row_bytes)
+    width = triton.next_power_of_2(words)
+    tokens = min(_TOKENS, _WORDS // width)
+    unit = min(alike.unit, WORD_BYTES)
+    (heads, head_step), *axes, (run, _) = [(n, step * alike.unit) for n, step in alike.axes]
+    of_tokens, of_runs = axes[: len(plane.token_axes)], axes[len(plane.token_axes) :]
+    borders = (piece.borders // rows).tolist()
+    tiles = [
+        (first, min(first + tokens, end), number)
+        for number, (start, end) in enumerate(pairwise(borders))
+        for first in range(start, end, tokens)
+    ]
+    head = [  # the kernel reads it in this order; all steps are in bytes
+        cache.data_ptr() + alike.first - alike.memory.address,
+        alike.step,
+        *(heads, head_step),
+        *(blocks, plane.counts.block_tokens),
+        *(rows, words, alike.row_bytes // unit),
+        *(len(tiles), len(borders) - 1),
+        *_two_axes(of_tokens),
+        run * alike.unit // unit,
+        *_two_axes(of_runs),
+    ]
+    parts = head, piece.words.view(np.int64), piece.rows.view(np.int64), tiles, piece.numbers
+    (table,) = uploaded([np.concatenate([np.ravel(part) for part in parts])], cache.device)
+    found = torch.zeros((planes, heads, len(borders) - 1), dtype=torch.int64, device=cache.device)
+    programs = planes * -(-heads // _HEADS) * len(tiles) * rows
+    sizes = {"WIDTH": width, "TOKENS": tokens, "HEADS": _HEADS, "HEAD": len(head)}
+    _add_up[(programs,)](table, found, UNIT=_UNITS[unit], **sizes)
+    return found
+
+
+def _two_axes(axes: list[tuple[int, int]]) -> tuple[int, int, int]:
+    """Returns (inner size, inner step, outer step) of two axes at most, the outer one first."""
+    (_, outer), (size, inner) = ([(1, 0), (1, 0)] + axes)[-2:]
+    return size, inner, outer
+
+
+@triton.jit
+def _plus(one, other):  # type: ignore[no-untyped-def]
+    return one + other
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(  # type: ignore[no-untyped-def]
+    table,
+    found,
+    UNIT: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    HEAD: tl.constexpr,  # noqa: N803
+):
+    """Adds some tokens of a few heads to their cells."""
+    heads, blocks = tl.load(table + 2).to(tl.int32), tl.load(table + 4).to(tl.int32)
+    block_tokens, rows = tl.load(table + 5).to(tl.int32), tl.load(table + 6).to(tl.int32)
+    words, tiles = tl.load(table + 7).to(tl.int32), tl.load(table + 9).to(tl.int32)
+    words_at = table + HEAD
+    rows_at = words_at + words
+    of_rows = blocks * block_tokens * rows
+    tiles_at = rows_at + 2 * of_rows
+    program = tl.program_id(0)
+    rest = program // rows
+    part = program - rest * rows
+    group = rest // tiles
+    tile = tiles_at + 3 * (rest - group * tiles)
+    groups = (heads + HEADS - 1) // HEADS
+    plane = group // groups
+    first_head = (group - plane * groups) * HEADS
+
+    token = tl.load(tile).to(tl.int32) + tl.arange(0, TOKENS)
+    is_token = token < tl.load(tile + 1).to(tl.int32)
+    block = token // block_tokens
+    inside = token - block * block_tokens
+    inner_tokens = tl.load(table + 11).to(tl.int32)
+    outer = inside // inner_tokens
+    numbers_at = tiles_at + 3 * tiles + plane * blocks
+    number = tl.load(numbers_at + block, mask=is_token, other=0)
+    row_at = tl.load(table) + number * tl.load(table + 1) + outer * tl.load(table + 13)
+    row_at += (inside - outer * inner_tokens) * tl.load(table + 12)
+    row = rows_at + token * rows + part
+    low = tl.load(row, mask=is_token, other=0)
+    high = tl.load(row + of_rows, mask=is_token, other=0)
+
+    run_units, inner_runs = tl.load(table + 14).to(tl.int32), tl.load(table + 15).to(tl.int32)
+    units = tl.load(table + 8).to(tl.int32)
+    unit_bits: tl.constexpr = UNIT.primitive_bitwidth
+    place = tl.arange(0, WIDTH)
+    is_word = place < words
+    weights = tl.load(words_at + place, mask=is_word, other=0)
+    cells = found + (plane.to(tl.int64) * heads) * tl.load(table + 10) + tl.load(tile + 2)
+    for head in range(first_head, min(first_head + HEADS, heads)):
+        head_at = row_at + head * tl.load(table + 3)
+        word = tl.full((TOKENS, WIDTH), 0, tl.uint32)
+        for nth in tl.static_range(32 // unit_bits):
+            unit = (part * words + place) * (32 // unit_bits) + nth
+            run = unit // run_units
+            outer_run = run // inner_runs
+            unit_at = (unit - run * run_units).to(tl.int64) * (unit_bits // 8)
+            unit_at += (run - outer_run * inner_runs) * tl.load(table + 16)
+            unit_at += outer_run * tl.load(table + 17)
+            at = (head_at[:, None] + unit_at[None, :]).to(tl.pointer_type(UNIT))
+            is_there = is_token[:, None] & (is_word & (unit < units))[None, :]
+            piece = tl.load(at, mask=is_there, other=0)
+            word |= piece.to(tl.uint32) << (nth * unit_bits)
+        signed = word.to(tl.int32, bitcast=True).to(tl.int64)
+        sums = tl.reduce(signed * weights[None, :], 1, _plus)
+        cell = tl.reduce((sums & 0xFFFFFFFF) * low + (sums >> 32) * high, 0, _plus)
+        tl.atomic_add(cells + head * tl.load(table + 10), cell)

@@ -1,0 +1,234 @@
+"""Triton's kernel for digests: the sums that Triton's interpreter comes to, and that it compiles.
+
+The interpreter runs the kernel's own code on a CPU. Here nothing runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch.checks.digests.cache_digests import (
+    Alike,
+    DigestPiece,
+    TableTokens,
+    memories_of,
+)
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.segments import BlockList
+from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.transfer.one_memory import storage_of
+from tests.geometry.interpreted_kernel import interpreted_kernel
+from tests.geometry.test_tiles import rows_of
+
+from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
+from .test_cache_digests import worlds
+from .test_tiles import held
+
+pytestmark = pytest.mark.patching
+
+
+@pytest.fixture
+def kernel() -> ModuleType:
+    return digest_kernel()
+
+
+def digest_kernel() -> ModuleType:
+    interpreted_kernel()  # which it imports
+    return interpreted_kernel("kvpatch.checks.digests.digest_kernel")
+
+
+@pytest.fixture(autouse=True)
+def fast_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the interpreter add up by numpy: what it does not know it does item by item."""
+    standard = pytest.importorskip("triton.language").standard
+    monkeypatch.setattr(standard, "_sum_combine", digest_kernel()._plus)
+
+
+def assert_sums(table: TableTokens, extent: tuple[int, int], range_tokens: int) -> None:
+    """Each piece has the sums by the kernel that it has on the host."""
+    for alike in table.alike():
+        for piece in table.pieces(alike, [extent], range_tokens, Weights(SEED)):
+            assert torch.equal(digest_kernel().sums_by_kernel(piece), piece.sums())
+
+
+@settings(max_examples=15, deadline=None)
+@given(worlds(), st.booleans())
+def test_any_cache_has_the_sums_that_it_has_on_the_host(
+    world: tuple[Request, list[Rank], int], is_whole: bool
+) -> None:
+    request, ranks, range_tokens = world
+    for rank in ranks:
+        engine = Engine(request, rank)
+        planes = tuple(as_whole(plane) if is_whole else plane for plane in engine.planes)
+        memories = memories_of(dict.fromkeys((plane.layer for plane in planes), engine.memory))
+        table = TableTokens({}, memories, planes, engine.blocks, 0, engine.end_token)
+        assert_sums(table, (engine.end_token // 3, engine.end_token), range_tokens)
+
+
+def test_more_heads_than_one_program_sums(kernel: ModuleType) -> None:
+    engine = Engine(request_of(layers=2, heads=10), Rank("NHD", heads=range(10)))
+    memories = memories_of(dict.fromkeys((p.layer for p in engine.planes), engine.memory))
+    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
+    assert_sums(table, (5, 70), 16)
+
+
+@pytest.mark.parametrize("range_tokens", [16, 40])
+def test_tiles(kernel: ModuleType, range_tokens: int) -> None:
+    memory, planes = held(KeyOrder.TILED, rows_of(1, 64))
+    blocks = BlockList(np.array([4, 1, 5]), 64)
+    table = TableTokens({}, memories_of({"layer.0": memory}), planes, blocks, 0, 192)
+    assert_sums(table, (3, 150), range_tokens)
+
+
+@pytest.mark.parametrize("size_bytes", [4 * 1024, 10_002, 33_333])
+def test_a_recurrent_state_of_many_rows(kernel: ModuleType, size_bytes: int) -> None:
+    memory = torch.arange(4 * size_bytes).mul(7).to(torch.uint8)
+    (held_there,) = memories_of({"": memory}).values()
+    counts = Counts(4, 1, 1, size_bytes)
+    strides = Strides(size_bytes, size_bytes, size_bytes, 1)
+    plane = Plane("", Content.STATE, held_there.address, strides, counts, 1, 0, Memory("DRAM"))
+    table = TableTokens({}, {"": held_there}, (plane,), BlockList(np.array([2]), 1), 0, 1)
+    assert_sums(table, (0, 1), 16)
+
+
+def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
+    """Of a cache of 12 GiB, of which three blocks are ever touched."""
+    block_bytes, blocks = 4096, 3 * 2**20
+    memory = torch.empty(block_bytes * blocks, dtype=torch.uint8)
+    (held_there,) = memories_of({"": memory}).values()
+    counts = Counts(blocks, 1, 16, 128)
+    strides = Strides(block_bytes, block_bytes, 256, 2)
+    plane = Plane("", Content.KEY, held_there.address, strides, counts, 2, 0, Memory("DRAM"))
+    ids = np.array([blocks - 1, 2**19 + 1, 0])
+    for number in ids.tolist():
+        memory[number * block_bytes :][:block_bytes] = torch.arange(block_bytes) + number
+    table = TableTokens({}, {"": held_there}, (plane,), BlockList(ids, 16), 0, 48)
+    assert_sums(table, (0, 48), 16)
+
+
+def some_piece(seed: int = 1) -> DigestPiece:
+    engine = Engine(request_of(), Rank(seed=seed))
+    memories = dict.fromkeys((p.layer for p in engine.planes), storage_of(engine.memory))
+    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
+    (alike,) = table.alike()
+    return next(table.pieces(alike, [(0, 70)], 16, Weights(SEED)))
+
+
+def test_one_wrong_bit_is_seen(kernel: ModuleType) -> None:
+    """Negative control of the comparison."""
+    piece = some_piece()
+    before = kernel.sums_by_kernel(piece)
+    number = int(piece.numbers[0, 0]) * piece.alike.step
+    piece.alike.memory.memory[number + 5] ^= 64
+    assert (kernel.sums_by_kernel(piece) != before).sum() == 1
+
+
+class AsCuda:
+    """Fake: a host's memory that says that it is CUDA's."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.device = memory, self
+
+    type = "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_a_device_with_triton_uses_it(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[DigestPiece] = []
+    monkeypatch.setattr(kernel, "sums_surely", used.append)
+    piece = some_piece()
+    alike = Alike(piece.alike.memory, piece.alike.planes)
+    alike.memory = alike.memory._replace(memory=AsCuda(alike.memory.memory))
+
+    piece.sums()
+    assert not used, "negative control: memory of the host"
+    on_device = piece._replace(alike=alike)
+    on_device.sums()
+    assert used == [on_device]
+
+
+@pytest.fixture
+def launches(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[DigestPiece]:
+    """Counts the sums by the kernel, of a process that has made none so far."""
+    launches: list[DigestPiece] = []
+    by_kernel = kernel.sums_by_kernel
+
+    def counted(piece: DigestPiece) -> torch.Tensor:
+        launches.append(piece)
+        found: torch.Tensor = by_kernel(piece)
+        return found
+
+    monkeypatch.setattr(kernel, "_is_right", {})
+    monkeypatch.setattr(kernel, "sums_by_kernel", counted)
+    return launches
+
+
+def test_the_first_piece_of_a_kind_is_summed_both_ways(
+    kernel: ModuleType, launches: list[DigestPiece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch: list[DigestPiece] = []
+    real = DigestPiece.sums_by_torch
+    monkeypatch.setattr(DigestPiece, "sums_by_torch", lambda p: (by_torch.append(p), real(p))[1])
+    for seed in (1, 2):
+        piece = some_piece(seed)
+        assert torch.equal(kernel.sums_surely(piece), real(piece))
+    assert (len(launches), len(by_torch)) == (2, 1)
+
+
+@pytest.mark.parametrize("fault", ["other sums", "no compiler", "full disk"])
+def test_one_that_is_wrong_or_does_not_compile_is_not_used(
+    kernel: ModuleType,
+    launches: list[DigestPiece],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    class NoKernel:
+        def __getitem__(self, _: Any) -> Any:
+            if fault == "other sums":
+                return lambda _, found, **__: found.add_(1)
+            raise (
+                RuntimeError("no compiler") if fault == "no compiler" else OSError(28, "full disk")
+            )
+
+    monkeypatch.setattr(kernel, "_add_up", NoKernel())
+    for _ in range(2):
+        piece = some_piece()
+        assert torch.equal(kernel.sums_surely(piece), piece.sums())
+    assert len(launches) == 1
+    said = "comes to other digests" if fault == "other sums" else fault
+    assert said in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("unit", "width"), [("uint32", 64), ("uint8", 1024), ("uint16", 1)])
+def test_it_compiles_to_a_gpus_code(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: int, unit: str, width: int
+) -> None:
+    """By the compiler that Triton brings, for a GPU that is not here."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    values = {"UNIT": getattr(triton.language, unit), "WIDTH": width, "HEAD": 18, "HEADS": 4}
+    monkeypatch.setattr(kernel, "_plus", triton.JITFunction(kernel._plus.fn))
+    values["TOKENS"] = min(16, 4096 // width)
+    source = ASTSource(
+        fn=triton.JITFunction(kernel._add_up.fn),
+        signature={"table": "*i64", "found": "*i64"} | dict.fromkeys(values, "constexpr"),
+        constexprs=values,
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert len(made.asm["cubin"]) > 1000
+    assert "atom.global" in made.asm["ptx"] or "red.global" in made.asm["ptx"]
