@@ -481,10 +481,3 @@ def test_what_joins_is_the_releases_beside_what_we_read() -> None:
     ):
         assert isinstance(refused, PeerRefused), refused
         assert "move whole" in refused.reason
-
-
-def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:
-    error = PeerRefused("engine p cannot be read", "use another")
-
-    assert isinstance(error, PeerRefused)
-    assert str(error) == "engine p cannot be read: use another"

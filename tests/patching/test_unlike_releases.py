@@ -43,7 +43,6 @@ pytestmark = pytest.mark.patching
 
 HASHED = [name for name in RELEASES if FACTS[name].encodes_metadata]
 NEWEST = FACTS["0.33.0"]
-_GET = b"get_meta_msg"
 HOST = "127.0.0.1"
 
 

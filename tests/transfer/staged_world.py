@@ -192,9 +192,15 @@ def finish(*reads: OwnRead) -> list[str]:
     return states
 
 
-def notifications(world: World) -> list[bytes]:
+def notifications(world: World, seconds: float = SECONDS) -> list[bytes]:
+    """What P is told first; none where nothing comes in time."""
     found: list[bytes] = []
-    end = time.monotonic() + 1
+    end = time.monotonic() + seconds
     while time.monotonic() < end and not found:
         found += [m for messages in world.prefill.get_new_notifs().values() for m in messages]
     return found
+
+
+def is_told_nothing(world: World) -> bool:
+    """True if nothing comes to P in some hundred times what a notification takes."""
+    return not notifications(world, 0.1)
