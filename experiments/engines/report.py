@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult, run_pairs
-from kvpatch.tools.verify.compare import (
-    NULL_BLOCK,
-    CaseVerdict,
-    SetupComparison,
-    Snapshot,
-)
+from kvpatch.tools.verify.compare import NULL_BLOCK, CaseVerdict, SetupComparison, Snapshot
 from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.report import errors, json_lines, write_json_lines
 from kvpatch.tools.verify.run import until_signal

@@ -69,12 +69,7 @@ def _expect_identical(lab: Lab, case: Case) -> Report:
 @pytest.mark.parametrize("device", ["cuda", ""])
 def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
     """<= 0.25, on a device that computes beside its host: a CPU does one step after the other."""
-    spec = replace(
-        _spec(1, "mamba2"),
-        device=device,
-        schedules_ahead=True,
-        patched=True,
-    )
+    spec = replace(_spec(1, "mamba2"), device=device, schedules_ahead=True, patched=True)
 
     report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))
 

@@ -238,11 +238,7 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
 
 #: What only heterogeneous peers need, host buffers, and kvcached.
 _OF_OTHERS = (
-    *(
-        "load.heterogeneous_reads",
-        "load.token_pairing",
-        "geometry.staged_plan",
-    ),
+    *("load.heterogeneous_reads", "load.token_pairing", "geometry.staged_plan"),
     *("transfer.progress_thread", "transfer.agent_gate", "transfer.staging_pool", "transfer.place"),
     *("host_buffer.worker", "host_buffer.scheduler", "kvcached.pools", "peer.remote_geometry"),
 )

@@ -14,11 +14,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.peer.agent_metadata import (
-    AgentMetadata,
-    StatedBlocks,
-    read_agent_metadata,
-)
+from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.peer.unstated_blocks import DeclaredGeometry

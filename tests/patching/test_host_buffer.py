@@ -15,12 +15,7 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.host_buffer_links import put_back
-from kvpatch.host_buffer.policy import (
-    block_bytes_of,
-    host_blocks_in,
-    is_wanted,
-    refuse_shares,
-)
+from kvpatch.host_buffer.policy import block_bytes_of, host_blocks_in, is_wanted, refuse_shares
 from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog
 from kvpatch.worker.envelope import SAVES
 
@@ -79,10 +74,7 @@ class TestIsWanted:
         assert device in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "share",
-    list(ALONE),
-)
+@pytest.mark.parametrize("share", list(ALONE))
 def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     with pytest.raises(RegistrationRefused, match=share):
         refuse_shares(SimpleNamespace(**ALONE | {share: 2}), FACTS["0.12.0"])

@@ -100,12 +100,7 @@ _WORDS = st.dictionaries(
 def test_what_p_answers_at_a_handshake(answer: bytes, own: str) -> None:
     told: dict[int, Any] = {}
     interpretation = Interpretation(
-        Address(HOST, 1),
-        tuple(HASHED),
-        FACTS[own],
-        "ours",
-        FLASH_ATTENTION,
-        told.__setitem__,
+        Address(HOST, 1), tuple(HASHED), FACTS[own], "ours", FLASH_ATTENTION, told.__setitem__
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "ask", lambda *asked: [answer])

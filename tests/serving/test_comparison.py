@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.engines.report import prefix_hit_blocks, prefix_pairs
-from kvpatch.tools.verify.compare import (
-    Observation,
-    SetupComparison,
-    Snapshot,
-    compare,
-)
+from kvpatch.tools.verify.compare import Observation, SetupComparison, Snapshot, compare
 from kvpatch.tools.verify.handoff import Completion
 from kvpatch.tools.verify.prompts import Case, build_cases, steps
 from kvpatch.tools.verify.report import differences, errors, json_lines, summary, write_json_lines

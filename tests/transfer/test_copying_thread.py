@@ -17,13 +17,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
 
-from .staged_world import (
-    SECONDS,
-    World,
-    finish,
-    is_told_nothing,
-    notifications,
-)
+from .staged_world import SECONDS, World, finish, is_told_nothing, notifications
 from .test_progress_thread import Engine, wait_until
 
 pytestmark = pytest.mark.lab
