@@ -72,21 +72,9 @@ def answer(check: HoldCheck, world: World) -> bool:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
-    """Registered before the agents hear of each other, as workers do."""
-    made: list[HoldTable] = []
-    import nixl._api
-
-    plain = nixl._api.nixl_agent.get_agent_metadata
-
-    def with_table(agent: object) -> bytes:
-        made.append(HoldTable(agent))
-        return plain(agent)
-
-    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
-    with connected_world() as world:
-        monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
-        yield Tables(made[0], HoldTable(world.decode), world)
+def tables() -> Iterator[Tables]:
+    with connected_world(HoldTable) as world:
+        yield Tables(*world.kept, world)
 
 
 def test_a_hold_stands_until_it_is_ended(tables):
