@@ -34,8 +34,8 @@ TOKENS = 300
 SECONDS = 60.0
 #: A lease that has run out long ago.
 OVER = Lease(0.0)
-#: All of this process: what agents know of is never given back, nor handed out again.
-_WORLDS: list[World] = []
+#: Worlds of the shared agents: what those know of is never given back, nor handed out again.
+_SHARING: list[World] = []
 
 
 class Failing(wrapt.ObjectProxy):
@@ -64,7 +64,7 @@ class World:
     #: What stays registered after the test has let go of it.
     kept: list[Any] = field(default_factory=list)
     #: Before each of this world's notifications.
-    mark: bytes = field(default_factory=lambda: b"%d " % len(_WORLDS))
+    mark: bytes = field(default_factory=lambda: b"%d " % len(_SHARING))
 
     def read(
         self, pool: StagingPool, agent: Any = None, *, into: torch.Tensor | None = None, **how: Any
@@ -179,7 +179,7 @@ def connected_world(table: Callable[[Any], Any] | None = None) -> Iterator[World
     Args:
         table: What each registers besides, before it is heard of; then :attr:`World.kept` has both.
     """
-    prefill, decode = _agents()
+    prefill, decode = _agents() if table is None else _shared_agents()
     noise = np.random.default_rng(0)
     size = 3 * 12 * 2 * 2 * 32 * 16 * 2
     memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in "PD"]
@@ -189,19 +189,28 @@ def connected_world(table: Callable[[Any], Any] | None = None) -> Iterator[World
     name = decode.add_remote_agent(prefill.get_agent_metadata())
     name = name.decode() if isinstance(name, bytes) else name
     world = World(prefill, decode, *memory, Ends(DRAM, DRAM, name), kept)
-    _WORLDS.append(world)
+    if table is not None:
+        _SHARING.append(world)
     yield world
     world.settle()
 
 
-@cache
 def _agents() -> tuple[Any, Any]:
-    """Of this process, for all worlds one after the other: they take longer than most tests."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     config = nixl_agent_config(num_threads=1, capture_telemetry=True)  # as the releases do
     prefill, decode = (nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD")
     return prefill, decode
+
+
+@cache
+def _shared_agents() -> tuple[Any, Any]:
+    """Of this process, one world after the other: they take longer than most tests of tables.
+
+    Whole reads have agents of their own: the first transfer between two takes longer than those
+    behind it, and gives a test the time to give a read up.
+    """
+    return _agents()
 
 
 def finish(*reads: OwnRead) -> list[str]:

@@ -232,10 +232,10 @@ def test_nixl_says_what_it_can_raise(world):
 
 def test_a_read_that_was_given_up_places_nothing_more(world):
     pool = world.pool(3 * 4096)
-    before = world.target.clone()
     read = world.read(pool)
     read.start()
     assert read.void()
+    before = world.target.clone()  # a chunk may have been placed by then
     assert finish(read) == ["ERR"], "what was not placed is not received"
     assert read.state() == "ERR"
     assert torch.equal(world.target, before)
