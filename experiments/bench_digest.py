@@ -164,10 +164,7 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
     copy()
     request.digest()
     turns = [
-        (
-            seconds_of(copy),
-            seconds_of(lambda turn=turn: request.digest(f"request {turn}")),
-        )
+        (seconds_of(copy), seconds_of(lambda turn=turn: request.digest(f"request {turn}")))
         for turn in range(repeat)
     ]
     with Moved() as counted:

@@ -49,10 +49,7 @@ from kvpatch.tools.verify.run import (
 )
 from kvpatch.tools.verify.setups import Options, small_engine
 
-_TORCH_ATTENTION = (
-    "--worker-extension-cls",
-    "experiments.engines.torch_attention.TorchCacheProbe",
-)
+_TORCH_ATTENTION = ("--worker-extension-cls", "experiments.engines.torch_attention.TorchCacheProbe")
 #: vLLM's, for which attention in torch is written.
 _RELEASE = "0.32.0"
 _CACHE_GIB = 1

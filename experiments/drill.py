@@ -50,12 +50,7 @@ from experiments.harness import (
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import (
-    progress_bar,
-    require_kvpatch_as_asked,
-    running,
-    until_signal,
-)
+from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
 from kvpatch.tools.verify.setups import Options, small_engine
 
 #: P's is small enough for a few other prompts to take every block.
@@ -267,10 +262,7 @@ async def play_pair(
         engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
     )  # fmt: skip
     rows = []
-    async with (
-        connections() as client,
-        running(specs, client, options, console) as engines,
-    ):
+    async with connections() as client, running(specs, client, options, console) as engines:
         await require_kvpatch_as_asked(client, engines)
         prefill, decode = engines
         play = Play(client, options, prefill, decode, words)

@@ -44,12 +44,7 @@ from experiments.harness import (
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import (
-    progress_bar,
-    require_kvpatch_as_asked,
-    running,
-    until_signal,
-)
+from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
 from kvpatch.tools.verify.setups import Options, small_engine
 
 READS = "vllm:nixl_xfer_time_seconds_count"
@@ -273,10 +268,7 @@ async def play_run(
 ) -> list[Phase]:
     """One upgrade, from engines of the old release to ones of the new."""
     specs = (run.spec("P", run.old), run.spec("D", run.old))
-    async with (
-        connections() as client,
-        running(specs, client, options, console) as engines,
-    ):
+    async with connections() as client, running(specs, client, options, console) as engines:
         await require_kvpatch_as_asked(client, engines)
         play = Play(client, options, *engines, words)
         await play.introduce(prompts[:_WARM_UP], "any upgrade")

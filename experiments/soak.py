@@ -66,10 +66,7 @@ class Sample:
 
 def engine(name: str, model: str, block_tokens: int) -> EngineSpec:
     """P or D, with a cache that the soak fills many times over."""
-    config = {
-        **TRANSFER_CONFIG,
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-    }
+    config = {**TRANSFER_CONFIG, "kv_connector_extra_config": {"kv_lease_duration": LEASE_S}}
     arguments = (
         *LAB_PROBE,
         *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
@@ -307,10 +304,7 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
     whole = next(one for one in known if len(one.token_ids) == WHOLE_TOKENS)
     prompts = [one for one in known if len(one.token_ids) < WHOLE_TOKENS][: options.requests]
     pair = (engine("soak-prefill", model, 64), engine("soak-decode", model, 32))
-    async with (
-        connections() as client,
-        running(pair, client, of_run, console) as engines,
-    ):
+    async with connections() as client, running(pair, client, of_run, console) as engines:
         await require_kvpatch_as_asked(client, engines)
         run = Soak(Play(client, of_run, *engines, words), console, prompts, whole)
         await run.run(options.connections, options.seconds)

@@ -14,14 +14,14 @@
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
 #                          the newest of each generation, with --full all
-#   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of ten, another one
+#   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of twenty, another one
 #                          on each day that has commits
 #   KVPATCH_TEST_FULL      true: whole products of what is varied; a selection by default
 #   KVPATCH_TEST_CACHE     where the source trees lie, .cache/vllm by default
 #   KVPATCH_PYTHON         a Python that has everything already: nothing is installed
 set -euo pipefail
 
-PARTS=10
+PARTS=20
 DAY_SECONDS=86400
 
 # Hundreds of processes import the same files, of which each would compile its own.

@@ -22,10 +22,7 @@ def make_tiny_window_llama(folder: Path) -> Path:
         kinds = ["sliding_attention", "full_attention"] * 2
         # vLLM reads both from a Llama's configuration; transformers' own Llama ignores them.
         config = LlamaConfig(
-            vocab_size=vocabulary,
-            layer_types=kinds,
-            sliding_window=WINDOW_TOKENS,
-            **GROUPED_HEADS,
+            vocab_size=vocabulary, layer_types=kinds, sliding_window=WINDOW_TOKENS, **GROUPED_HEADS
         )
         return LlamaForCausalLM(config)
 

@@ -38,10 +38,7 @@ _CUDA = (
 Kvcached = Literal["contiguous", "split-half"]
 """Which of kvcached's layouts an engine has."""
 
-_TORCH_ATTENTION = (
-    "--worker-extension-cls",
-    "experiments.engines.torch_attention.TorchCacheProbe",
-)
+_TORCH_ATTENTION = ("--worker-extension-cls", "experiments.engines.torch_attention.TorchCacheProbe")
 _VECTOR_KERNELS = (
     "--worker-extension-cls",
     "experiments.engines.vector_kernels.VectorKernelsProbe",
@@ -199,12 +196,7 @@ ROWS: tuple[Row, ...] = (
     Row("cpu-rows-128-32", (Side(128),), Side(32, rows=True)),
     Row("host-64-64", (Side(64),), Side(64), host_buffer_bytes=_EIGHTH_BYTES),
     Row("host-128-32", (Side(128),), Side(32), host_buffer_bytes=_EIGHTH_BYTES),
-    Row(
-        "host-tp2-tp2",
-        (Side(64, ranks=2),),
-        Side(64, ranks=2),
-        host_buffer_bytes=_EIGHTH_BYTES,
-    ),
+    Row("host-tp2-tp2", (Side(64, ranks=2),), Side(64, ranks=2), host_buffer_bytes=_EIGHTH_BYTES),
 )
 
 

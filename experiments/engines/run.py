@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, 
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.compare import Observation, SetupComparison, compare
 from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
-from kvpatch.tools.verify.handoff import Request, complete
 from kvpatch.tools.verify.prompts import Case, build_cases
 from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, Setup
@@ -122,22 +120,7 @@ async def _observe_single(
         if single.has_state:  # of one token nothing is transferred, and P keeps the state behind it
             cases = tuple(case for case in cases if case.tokens > 1)
         serving = Serving(f"single ({single})", engines, (), client, options, console)
-        await _rehearse(serving, cases)
         return cases, await serving.observe(cases)
-
-
-async def _rehearse(serving: Serving, cases: Sequence[Case]) -> None:
-    """Makes every prefill engine compute prompts as long as these, and forget them.
-
-    A length costs most the first time, in kernels that are made for it: the set-up that is served
-    first would pay for those behind it, in its times to first token.
-    """
-    model = serving.prefill[0].spec.model
-    for engine in serving.prefill:
-        for case in cases:
-            backwards, name = case.token_ids[::-1], f"kvpatch{uuid.uuid4().hex}"
-            await complete(serving.client, engine.url, Request(model, backwards, name), 1)
-        await forget_prefixes(engine, serving.client)
 
 
 async def forget_prefixes(engine: Engine, client: httpx.AsyncClient) -> None:
@@ -190,8 +173,6 @@ class _RowRun:
             await self._require_patch(decode)
             self._require_host_buffers(engines)
             await self._require_layouts(engines, (*self.row.prefill, self.row.decode))
-            serving = Serving(self.row.name, prefill, (), self.client, self.options, self.console)
-            await _rehearse(serving, self.cases)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             for engine in engines:
                 await self._keep_metrics(engine)

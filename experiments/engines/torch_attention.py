@@ -67,12 +67,7 @@ class TorchAttentionBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """NHD first, and a layer's blocks side by side before a block's layers."""
-        return (
-            KVCacheLayout.LBNHC,
-            KVCacheLayout.LBHNC,
-            KVCacheLayout.BLNHC,
-            KVCacheLayout.BLHNC,
-        )
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC)
 
 
 @dataclass(frozen=True)

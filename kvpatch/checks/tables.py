@@ -275,8 +275,8 @@ class HoldTable(PeerTable):
     landings = 1 << 12
     landing_bytes = WORD_BYTES
 
-    def __init__(self, nixl: Any) -> None:
-        super().__init__(nixl)
+    def __init__(self, nixl: Any, backends: Sequence[str] = ()) -> None:
+        super().__init__(nixl, backends)
         self._words = self._bytes.view(np.uint64)
         #: By request, of this worker's own.
         self._held: dict[str, int] = {}

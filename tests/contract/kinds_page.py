@@ -6,14 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpatch.worker.cache_kinds import (
-    BACKENDS,
-    DERIVED,
-    SPECS,
-    WITH_DTYPE,
-    WITH_VARIABLE,
-    Kind,
-)
+from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, SPECS, WITH_DTYPE, WITH_VARIABLE, Kind
 
 from .kinds_played import played
 

@@ -113,10 +113,7 @@ def execute(
     """Does a plan's runs; a run outside either side, or written twice, is an error."""
     written: set[int] = set()
     for remote, address, length in zip(
-        plan.remote_address.tolist(),
-        plan.local_address.tolist(),
-        plan.length.tolist(),
-        strict=True,
+        plan.remote_address.tolist(), plan.local_address.tolist(), plan.length.tolist(), strict=True
     ):
         start, place = remote - source_address, address - target_address
         assert length > 0

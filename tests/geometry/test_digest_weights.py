@@ -56,10 +56,7 @@ def test_all_weights_are_unlike() -> None:
     drawn = [
         series
         for seed in (b"", b"a", b"aa")
-        for series in (
-            Weights(seed).words(ROW_WORDS),
-            Weights(seed).rows(0, 2000),
-        )
+        for series in (Weights(seed).words(ROW_WORDS), Weights(seed).rows(0, 2000))
     ]
     numbers = np.concatenate([series.reshape(-1) for series in drawn])
     assert numbers.size > 15_000
@@ -85,10 +82,7 @@ def test_long_rows_are_cut(row_bytes: int, expected: tuple[int, int]) -> None:
 def test_weights_stay_what_they_are() -> None:
     """Both sides may have other releases of kvpatch: to change these numbers breaks their pairs."""
     weights = Weights(b"req-1")
-    drawn = [
-        weights.words(2),
-        weights.rows(1000, 1001),
-    ]
+    drawn = [weights.words(2), weights.rows(1000, 1001)]
     assert [[hex(one) for one in series.ravel().tolist()] for series in drawn] == [
         ["0xef335cb540870e1d", "0x283b80458d7a981f"],
         ["0x4e2f784fbd29f6d7", "0x14f195827ec5d049"],

@@ -25,10 +25,7 @@ SHAPES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda b, n, h, d: (b, n, 2 * h, -(-d // 128) * 128),
         ("block", "token", "packed_head", "channel"),
     ),
-    "one vector per head": (
-        lambda b, n, h, d: (b, n, h, d),
-        ("block", "token", "head", "channel"),
-    ),
+    "one vector per head": (lambda b, n, h, d: (b, n, h, d), ("block", "token", "head", "channel")),
     "scales behind each row": (
         lambda b, n, h, d: (b, 2, n, h, d + 4),
         ("block", "kv", "token", "head", "channel"),

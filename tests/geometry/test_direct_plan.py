@@ -200,26 +200,9 @@ def alike(
     return plan_copy(segments, layout.planes(own, SOURCE, DRAM), layout.planes(own, TARGET, DRAM))
 
 
-def test_like_packed_blocks_are_one_run_each() -> None:
-    assert runs(alike("LBHNC", [0, 2], [3, 1], 8)) == [
-        (0, 1152, 384),
-        (768, 384, 384),
-        (1920, 3072, 384),
-        (2688, 2304, 384),
-    ]
-
-
 def test_neighbours_on_both_sides_are_one_run() -> None:
     assert runs(alike("LBHNC", [0, 1, 2], [1, 2, 3], 12, layers=1)) == [(0, 384, 1152)]
     assert len(alike("LBHNC", [0, 1, 2], [1, 3, 4], 12, layers=1)) == 2
-
-
-def test_neighbours_merge_where_heads_lie_outside_blocks() -> None:
-    assert runs(alike("LHBNC", [0, 1, 2], [1, 2, 3], 12, layers=1)) == [
-        (0, 128, 384),
-        (640, 768, 384),
-        (1280, 1408, 384),
-    ]
 
 
 def test_keys_and_values_of_two_regions_are_never_one_run() -> None:
@@ -360,13 +343,3 @@ def test_negative_numbers_are_refused(field: str) -> None:
     segments = replace(pair_blocks(ONE, ONE, 0, 4), **{field: np.array([-1])})
     with pytest.raises(UnplannableCopy, match="-1"):
         plan_copy(segments, [plane()], [plane()])
-
-
-def test_missing_heads() -> None:
-    local = [plane(counts=Counts(2, 6, 4, 1), strides_bytes=Strides(128, 2, 32, 2))]
-    middle = plane(first_head=2)
-    assert missing_heads([middle], local) == tuple(
-        ("a", Content.KEY, head) for head in (0, 1, 4, 5)
-    )
-    assert missing_heads([middle, plane(), plane(first_head=4)], local) == ()
-    assert missing_heads([middle], []) == ()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Strides
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
@@ -51,71 +51,11 @@ def facts(
 
 
 REGIONS = DimensionOrder(("kv", "block", "token", "head", "channel"))
-IN_BLOCK = DimensionOrder(("block", "kv", "token", "head", "channel"))
 PACKED = DimensionOrder(("block", "head", "token", "packed"))
 MLA = DimensionOrder(("block", "token", "channel"))
 TPU = DimensionOrder(("block", "token", "packed_head", "channel"))
 CPU = DimensionOrder(("kv", "block", "head", "token", "channel"))
 ROW, COLUMN = KeyOrder.ROW_MAJOR, KeyOrder.COLUMN_MAJOR
-
-# 5 blocks of 4 tokens, 3 heads of 8 channels of 2 bytes: 16 bytes a row, 192 a block.
-CASES: dict[str, tuple[TensorFacts, DimensionOrder, KeyOrder, int, Strides, Strides]] = {
-    # name: tensor, order, key order, offset of the values, strides of keys and of values
-    "regions NHD": (
-        facts((2, 5, 4, 3, 8)), REGIONS, ROW, 960,
-        Strides(192, 16, 48, 2), Strides(192, 16, 48, 2),
-    ),
-    "regions HND": (
-        facts((2, 5, 4, 3, 8), (0, 1, 3, 2, 4)), REGIONS, ROW, 960,
-        Strides(192, 64, 16, 2), Strides(192, 64, 16, 2),
-    ),
-    "regions re-strided for a hybrid model": (
-        facts((2, 5, 4, 3, 8), (1, 0, 2, 3, 4)), REGIONS, ROW, 192,
-        Strides(384, 16, 48, 2), Strides(384, 16, 48, 2),
-    ),
-    "in block NHD": (
-        facts((5, 2, 4, 3, 8)), IN_BLOCK, ROW, 192,
-        Strides(384, 16, 48, 2), Strides(384, 16, 48, 2),
-    ),
-    "in block HND": (
-        facts((5, 2, 4, 3, 8), (0, 1, 3, 2, 4)), IN_BLOCK, ROW, 192,
-        Strides(384, 64, 16, 2), Strides(384, 64, 16, 2),
-    ),
-    "packed HND, LBHNC": (
-        facts((5, 3, 4, 16)), PACKED, ROW, 16,
-        Strides(384, 128, 32, 2), Strides(384, 128, 32, 2),
-    ),
-    "packed NHD, LBNHC": (
-        facts((5, 3, 4, 16), (0, 2, 1, 3)), PACKED, ROW, 16,
-        Strides(384, 32, 96, 2), Strides(384, 32, 96, 2),
-    ),
-    "packed, heads outside blocks, LHBNC": (
-        facts((5, 3, 4, 16), (1, 0, 2, 3)), PACKED, ROW, 16,
-        Strides(128, 640, 32, 2), Strides(128, 640, 32, 2),
-    ),
-    "TPU": (
-        facts((5, 4, 6, 8)), TPU, ROW, 16,
-        Strides(384, 32, 96, 2), Strides(384, 32, 96, 2),
-    ),
-    "CPU regions": (
-        facts((2, 5, 3, 4, 8)), CPU, COLUMN, 960,
-        Strides(192, 64, 2, 8), Strides(192, 64, 16, 2),
-    ),
-    "CPU packed": (
-        facts((5, 3, 4, 16)), PACKED, COLUMN, 64,
-        Strides(384, 128, 2, 8), Strides(384, 128, 16, 2),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_keys_and_values(name: str) -> None:
-    tensor, order, key_order, apart, key_strides, value_strides = CASES[name]
-    keys, values = read_planes(LAYER, tensor, order, key_order, first_head=6)
-    counts = Counts(blocks=5, heads=3, block_tokens=4, channels=8)
-    memory = Memory("DRAM")
-    assert keys == Plane(LAYER, Content.KEY, BASE, key_strides, counts, 2, 6, memory)
-    assert values == Plane(LAYER, Content.VALUE, BASE + apart, value_strides, counts, 2, 6, memory)
 
 
 def test_mla_has_one_plane_and_no_heads() -> None:
@@ -145,25 +85,6 @@ def test_state_of_a_block() -> None:
     assert (state.strides_bytes.block, state.strides_bytes.channel) == (80, 2)
     with pytest.raises(UnreadableGeometry, match=r"mamba.*gaps"):
         read_planes("mamba", facts((5, 3, 8), strides=(40, 9, 1), storage_bytes=400), order)
-
-
-def test_padded_pages_keep_their_stride() -> None:
-    tensor = facts((5, 2, 4, 3, 8), strides=(200, 96, 24, 8, 1), storage_bytes=5 * 400)
-    keys, values = read_planes(LAYER, tensor, IN_BLOCK)
-    assert keys.strides_bytes.block == values.strides_bytes.block == 400
-    assert values.address - keys.address == 192
-
-
-def test_kernel_blocks_are_the_planes_blocks() -> None:
-    keys, _ = read_planes(LAYER, facts((2, 20, 1, 3, 8)), REGIONS)
-    assert keys.counts == Counts(20, 3, 1, 8)
-
-
-def test_layers_that_share_a_tensor_share_an_address() -> None:
-    tensor = facts((2, 5, 4, 3, 8))
-    one, other = read_planes("a", tensor, REGIONS)[0], read_planes("b", tensor, REGIONS)[0]
-    assert (one.address, one.span()) == (other.address, other.span())
-    assert one != other
 
 
 @st.composite

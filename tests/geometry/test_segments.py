@@ -157,10 +157,7 @@ def test_a_part_that_is_not_read_leaves_the_others_together():
         (kind.parts, *kind.numbers[0].ids.tolist()): kind.numbers[1].ids.tolist()
         for kind in segments.kinds
     }
-    assert found == {
-        (1, 2, 9): [4, 8],
-        (3, 5, 2, 9): [[1, 2, 3], [5, 6, 7], [9, 10, 11]],
-    }
+    assert found == {(1, 2, 9): [4, 8], (3, 5, 2, 9): [[1, 2, 3], [5, 6, 7], [9, 10, 11]]}
 
 
 def test_numbers_know_whether_they_are_evenly_apart():

@@ -17,9 +17,7 @@ _RANKS = (1, 2, 4)
 _PARTS = st.builds(Part, st.sampled_from([4, 8, 12, 20]), st.booleans())
 _STATES = st.lists(
     st.builds(
-        SharedState,
-        st.sampled_from([1, 2, 6]),
-        st.lists(_PARTS, min_size=1, max_size=4).map(tuple),
+        SharedState, st.sampled_from([1, 2, 6]), st.lists(_PARTS, min_size=1, max_size=4).map(tuple)
     ),
     min_size=1,
     max_size=3,
@@ -87,10 +85,7 @@ def test_ranks_alike_are_one_run(states, ranks, data):
 
 
 #: Mamba2's: 8 channels of x, 4 of B and 4 of C, 3 positions of 2 bytes; 4 heads of 10 bytes.
-_MAMBA2 = (
-    SharedState(6, (Part(8), Part(4), Part(4))),
-    SharedState(10, (Part(4),)),
-)
+_MAMBA2 = (SharedState(6, (Part(8), Part(4), Part(4))), SharedState(10, (Part(4),)))
 _WHOLE = Part(4, is_copied=True)
 
 

@@ -332,11 +332,7 @@ def _strides(
 
 
 def _by_kvcached(
-    spec: EngineSpec,
-    dims: tuple[str, ...],
-    layout: str,
-    slots: Sequence[int],
-    state_spec: Any,
+    spec: EngineSpec, dims: tuple[str, ...], layout: str, slots: Sequence[int], state_spec: Any
 ) -> Caches:
     """As kvcached's own code lays the layers out, in shapes that it knows."""
     if spec.family == "mla":

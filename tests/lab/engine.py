@@ -393,11 +393,7 @@ class Engine:
     def _step(self) -> None:
         self._send(self.scheduler.step())
 
-    def _send(
-        self,
-        metadata: Any,
-        computed: Sequence[tuple[Tracked, range]] = (),
-    ) -> None:
+    def _send(self, metadata: Any, computed: Sequence[tuple[Tracked, range]] = ()) -> None:
         """One step of the workers, with the model's part in it where there is any."""
         metadata = pickle.dumps(metadata)
         with self._in_workers():

@@ -208,11 +208,7 @@ class Lab:
         return replace(report, seconds=time.perf_counter() - started)
 
     def on_d(
-        self,
-        case: Case,
-        sabotage: Sabotage | StateSabotage | None = None,
-        *,
-        declares: bool = True,
+        self, case: Case, sabotage: Sabotage | StateSabotage | None = None, *, declares: bool = True
     ) -> Report:
         """Plays a case with kvpatch on D alone, all of it."""
         return self.run(case.patched(prefill=False), sabotage, declares=declares)

@@ -42,12 +42,7 @@ SIDES = ("both", "P", "D")
 def spec(family: Family, allocation: Allocation) -> EngineSpec:
     """kvcached reserves for more blocks than were planned; only used pages are there."""
     return EngineSpec(
-        family,
-        "NHD",
-        planned_blocks=24,
-        tensor_blocks=40,
-        layers=3,
-        allocation=allocation,
+        family, "NHD", planned_blocks=24, tensor_blocks=40, layers=3, allocation=allocation
     )
 
 

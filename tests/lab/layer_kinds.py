@@ -121,11 +121,7 @@ COMPRESSED_INDEXER = LayerKind(
 WINDOW = LayerKind(
     _named("v1.attention.backends.mla.sparse_swa", "DeepseekSparseSWABackend"),
     "SlidingWindowMLASpec",
-    lambda spec: {
-        **_DS_MLA,
-        "sliding_window": 128,
-        "kv_quant_mode": _quantization("fp8_ds_mla"),
-    },
+    lambda spec: {**_DS_MLA, "sliding_window": 128, "kv_quant_mode": _quantization("fp8_ds_mla")},
     _latents,
 )
 COMPRESSOR = LayerKind(
@@ -147,12 +143,7 @@ _QSA = _named("models.qwen4_exp.common.qsa_cache", "QSAStateBackend")
 RING = LayerKind(
     _QSA,
     "CircularBufferSpec",
-    lambda spec: {
-        "num_kv_heads": 1,
-        "head_size": 64,
-        "head_size_v": 0,
-        "dtype": torch.bfloat16,
-    },
+    lambda spec: {"num_kv_heads": 1, "head_size": 64, "head_size_v": 0, "dtype": torch.bfloat16},
     rows_of_states,
     row_tokens=0,
 )

@@ -21,10 +21,7 @@ def question(release: str, rank: int) -> bytes:
 
 
 def ask(
-    port: int,
-    *frames: bytes,
-    answer_ms: int = _ANSWER_MS,
-    keys: tuple[bytes, bytes] | None = None,
+    port: int, *frames: bytes, answer_ms: int = _ANSWER_MS, keys: tuple[bytes, bytes] | None = None
 ) -> list[bytes] | None:
     """The answer's frames; None where there is none in time.
 

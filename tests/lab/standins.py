@@ -253,9 +253,7 @@ def number_devices(worker: Any) -> None:
 
     def numbered(storage: Any) -> Any:
         shown = types.SimpleNamespace(
-            nbytes=storage.nbytes,
-            data_ptr=storage.data_ptr,
-            device=types.SimpleNamespace(index=0),
+            nbytes=storage.nbytes, data_ptr=storage.data_ptr, device=types.SimpleNamespace(index=0)
         )
         return register(shown)
 

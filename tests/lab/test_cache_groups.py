@@ -6,11 +6,9 @@ window's layers must hold is what the release keeps of it, and no more.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
-from allpairspy import AllPairs
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
@@ -18,7 +16,7 @@ from kvpatch.core.releases import FACTS
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import is_full
+from .selection import some_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
@@ -61,8 +59,7 @@ def _case(model: str, sizes: tuple[int, int], prompt: int, hit: str = "none") ->
 
 def _cases(all_sizes: dict[str, tuple[int, int]]) -> dict[str, Case]:
     """Every pair of values of any two dimensions at least once, or the whole product."""
-    dimensions = [list(MODELS), list(all_sizes.values()), list(PROMPTS), list(HITS)]
-    rows = itertools.product(*dimensions) if is_full() else AllPairs(dimensions)
+    rows = some_of(MODELS, all_sizes.values(), PROMPTS, HITS)
     cases = (_case(model, sizes, prompt, hit) for model, sizes, prompt, hit in rows)
     # Without a whole block there is but one kind of hit.
     return {case.name: case for case in cases if case.prefix_hit_tokens or "none" in case.name}
@@ -127,9 +124,11 @@ def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
     _expect_identical(chunked, lab.on_d(chunked))
 
 
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-@pytest.mark.parametrize("sizes", [(32, 64), (32, 32)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("sabotage", "sizes", "model"),
+    some_of(["shift_block", "skip_layer", "flip_byte"], [(32, 64), (32, 32)], MODELS),
+    ids=str,
+)
 def test_a_spoilt_cache_is_noticed(
     lab: Lab, model: str, sizes: tuple[int, int], sabotage: Sabotage
 ) -> None:
@@ -206,9 +205,6 @@ def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
 
     frees_too_much = Version(lab.release) < Version("0.20")
     assert report.outcome == ("corrupt" if frees_too_much else "identical"), report
-
-
-# --- blocks that FlashInfer may have cut, <= 0.20 ---
 
 
 # --- sliding windows alone, whose lists are the ends of tables ---

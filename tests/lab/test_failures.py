@@ -39,8 +39,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 # 64 tokens of keys and values of 2 heads of 16 channels of float32, twice.
 POOL_BYTES = 2 * 64 * 2 * 2 * 16 * 4
 STAGED = replace(
-    SPEC,
-    settings=(("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(POOL_BYTES))),
+    SPEC, settings=(("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(POOL_BYTES)))
 )
 _OVER_SECONDS = 20.0
 #: A block of this one is larger than the pool.

@@ -17,6 +17,7 @@ from tests.releases.fetch import fetch
 from . import far_memory
 from .case import Case, EngineSpec
 from .host import Lab
+from .releases import is_full
 from .test_host_buffer import buffered, prefilling
 
 pytestmark = pytest.mark.lab
@@ -51,7 +52,8 @@ BUFFERED = {
 PAIRS = {**LIKE, **UNLIKE, **BUFFERED}
 
 
-MEMORIES = [far_memory.COPY, pytest.param(far_memory.GPU, marks=GPU)]
+#: The copy shows that the lab copies all it must; it is played in full runs.
+MEMORIES = [*([far_memory.COPY] * is_full()), pytest.param(far_memory.GPU, marks=GPU)]
 
 
 # With the release in its name, so that one process plays all of them.

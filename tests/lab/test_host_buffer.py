@@ -31,12 +31,7 @@ BLOCK_TOKENS = 32
 ALWAYS = (("KVPATCH_HOST_BUFFER", "always"),)
 #: What the tests vary, and what they do not.
 SPEC = EngineSpec(
-    block_tokens=BLOCK_TOKENS,
-    planned_blocks=80,
-    layers=2,
-    kv_heads=2,
-    head_dim=16,
-    dtype="float32",
+    block_tokens=BLOCK_TOKENS, planned_blocks=80, layers=2, kv_heads=2, head_dim=16, dtype="float32"
 )
 #: Keys and values of 2 layers, 2 heads of 16 channels of float32.
 BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 2 * 16 * 4
@@ -140,12 +135,7 @@ def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
 @pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
 def test_windows(lab: Lab) -> None:
     """Several cache groups over shared tensors: a block of any of them is a row."""
-    windows = {
-        "window_tokens": (0, 64),
-        "layers": 4,
-        "dtype": "bfloat16",
-        "own_scheduler": True,
-    }
+    windows = {"window_tokens": (0, 64), "layers": 4, "dtype": "bfloat16", "own_scheduler": True}
     pair = buffered(**windows), buffered(**windows)
 
     for prompt in (40, TOKENS, 300):

@@ -41,28 +41,6 @@ def test_a_spoilt_cache_is_noticed(
     lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage).must_be("corrupt")
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "side", "sabotage"),
-    [
-        *(
-            ("flashinfer", "split-half", side, s)
-            for side in "PD"
-            for s in ("skip_layer", "flip_byte")
-        ),
-        ("flash", "contiguous", "P", "skip_layer"),
-        ("mla", "contiguous", "D", "flip_byte"),
-    ],
-)
-def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
-    lab: Lab, family: Family, layout: str, side: str, sabotage: Sabotage
-) -> None:
-    beside = case(family, layout, side, by_kvpatch=True)
-    if side == "D" and layout == "split-half" and not states_layout(lab.release):
-        pytest.skip("this pair is refused")
-
-    lab.run(beside, sabotage=sabotage).must_be("corrupt")
-
-
 def test_a_prefix_hit_and_several_requests(lab: Lab) -> None:
     rows = _on(spec("flash", LAYOUTS["contiguous"]))
     wanted = Case("hit", rows, replace(rows, tensor_blocks=52), 100, 32, n_requests=3)

@@ -15,6 +15,7 @@ from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
+from .selection import in_turns, some_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
@@ -77,14 +78,17 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     assert report.outcome == "identical", report
 
 
+_POOLS = [*((layout, 32, layout) for layout in LAYOUTS), ("contiguous", 64, "")]
+_POOLS.append(("", 64, "contiguous"))
+
+
 @pytest.mark.parametrize(
-    ("p", "tokens", "d"),
-    [*((layout, 32, layout) for layout in LAYOUTS), ("contiguous", 64, ""), ("", 64, "contiguous")],
+    ("pools", "sabotage"), in_turns(_POOLS, ["skip_layer", "skip_state", "flip_byte"]), ids=str
 )
-@pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
 def test_a_spoilt_pool_is_noticed(
-    lab: Lab, p: str, tokens: int, d: str, sabotage: Sabotage
+    lab: Lab, pools: tuple[str, int, str], sabotage: Sabotage
 ) -> None:
+    p, tokens, d = pools
     case = Case("state", _spec(p, tokens), _spec(d), _PROMPT_TOKENS)
 
     lab.run(case, sabotage=sabotage).must_be("corrupt")
@@ -154,13 +158,16 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
 
 
 @pytest.mark.on(has_channels_first=True)
-@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
-@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("d", LAYOUTS)
+@pytest.mark.parametrize(
+    ("d", "ranks", "kind"),
+    some_of(LAYOUTS, [(2, 1), (1, 2)], ["mamba2", "mamba2, one group"]),
+    ids=str,
+)
 def test_states_of_unlike_ranks_come_into_a_pool(
-    lab: Lab, d: str, p_ranks: int, d_ranks: int, kind: str
+    lab: Lab, d: str, ranks: tuple[int, int], kind: str
 ) -> None:
     """P is plain, whose ranks' shares follow from its regions."""
+    p_ranks, d_ranks = ranks
     prefill = replace(_spec("", 64), tp_size=p_ranks, state_kind=kind)
     case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
 

@@ -132,10 +132,7 @@ _MODELS = {
     ),
     # Two backends of rows made into one, with a name of its own.
     "composite": Model(
-        replace(_HEADS, kinds=("composite",)),
-        _IDENTICAL,
-        _everywhere(*_IDENTICAL),
-        since="0.30",
+        replace(_HEADS, kinds=("composite",)), _IDENTICAL, _everywhere(*_IDENTICAL), since="0.30"
     ),
 }
 

@@ -17,6 +17,7 @@ from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import has_tpus
+from .selection import in_turns
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
 
@@ -213,8 +214,9 @@ def test_heads_that_several_ranks_share_are_checked(
     found.assert_counted(**times(CHECKED, ranks[1]))
 
 
-@pytest.mark.parametrize("way", ["direct", "staged"])
-@pytest.mark.parametrize("ranks", [(4, 1), (4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "way"), in_turns([(4, 1), (4, 2), (3, 1)], ["direct", "staged"]), ids=str
+)
 def test_each_head_is_read_from_one_rank(
     stage: Stage, lab: Lab, ranks: tuple[int, int], way: str
 ) -> None:
@@ -294,8 +296,7 @@ def test_reads_in_the_engines_steps_are_checked(stage: Stage, lab: Lab) -> None:
     found.assert_counted(**ALARM)
 
 
-@pytest.mark.parametrize("how", ["flip", "swap", "layer"])
-@pytest.mark.parametrize("kind", ["like", "64 to 32"])
+@pytest.mark.parametrize(("how", "kind"), in_turns(["flip", "swap", "layer"], ["like", "64 to 32"]))
 def test_without_digests_they_are_received(stage: Stage, lab: Lab, kind: str, how: str) -> None:
     """The negative control."""
     off = (("KVPATCH_DIGEST", "off"),)
@@ -327,8 +328,10 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
             found.fail_handed_on()
 
 
-@pytest.mark.parametrize("kind", ["like", "64 to 32"])
-@pytest.mark.parametrize("why", ["P has them off", "a proxy leaves it out", "P is late"])
+@pytest.mark.parametrize(
+    ("why", "kind"),
+    in_turns(["P has them off", "a proxy leaves it out", "P is late"], ["like", "64 to 32"]),
+)
 def test_loads_without_a_digest_are_counted_as_such(
     stage: Stage, lab: Lab, kind: str, why: str
 ) -> None:
@@ -421,8 +424,7 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
     return found
 
 
-@pytest.mark.parametrize("tokens", [64, 32])
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("ranks", "tokens"), in_turns([(1, 1), (2, 2)], [32, 64]), ids=str)
 def test_recurrent_states_are_checked(
     stage: Stage, lab: Lab, ranks: tuple[int, int], tokens: int
 ) -> None:

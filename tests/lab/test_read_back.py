@@ -18,11 +18,7 @@ from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
 from .test_same_prompt import MODELS, SPEC
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.one_per_generation,
-    pytest.mark.on(reads_back=True),
-]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(reads_back=True)]
 
 _BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 _BLOCK, _TOKENS, _ANSWER = 16, 133, 12

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
+from .selection import in_turns, some_of
 from .states import StateSabotage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.29")]
@@ -61,9 +62,11 @@ def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
     return stock, ours
 
 
-@pytest.mark.parametrize("heads", [_HEADS_ON_EACH, _HEADS_SHARED_OUT])
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "heads"),
+    some_of(_MODELS, [(1, 1), (2, 2)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
+    ids=str,
+)
 def test_as_many_ranks(lab: Lab, name: str, ranks: tuple[int, int], heads: int) -> None:
     """0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller."""
     release, has_whole = Version(lab.release), "whole" in name
@@ -143,8 +146,11 @@ def test_other_blocks(lab: Lab, ranks: tuple[int, int]) -> None:
     assert "move whole: use one block size" in report.detail
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("sabotage", ["skip_part", "swap_ranks", "skip_state", "skip_layer"])
+@pytest.mark.parametrize(
+    ("sabotage", "ranks"),
+    in_turns(["skip_part", "swap_ranks", "skip_state", "skip_layer"], [(1, 2), (2, 1)]),
+    ids=str,
+)
 def test_spoilt_states_are_noticed(
     lab: Lab, ranks: tuple[int, int], sabotage: Sabotage | StateSabotage
 ) -> None:

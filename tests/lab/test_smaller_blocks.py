@@ -86,9 +86,7 @@ def test_a_last_block_of_latents(lab: Lab, prompt_tokens: int) -> None:
     case = _case(16, prompt_tokens)
     latents = {"family": "mla", "head_dim": 64, "dtype": "bfloat16", "tp_size": 1}
     case = replace(
-        case,
-        prefill=replace(case.prefill, **latents),
-        decode=replace(case.decode, **latents),
+        case, prefill=replace(case.prefill, **latents), decode=replace(case.decode, **latents)
     )
     is_wrong = Version("0.29") <= Version(lab.release) < Version("0.32")
 

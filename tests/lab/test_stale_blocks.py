@@ -19,6 +19,7 @@ from kvpatch.load.read_request import HOLD as FIELD
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
+from .selection import in_turns
 from .stage import Actor, Stage
 from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
@@ -210,8 +211,9 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
     assert seen.failed == names([prompt]), seen
 
 
-@pytest.mark.parametrize("address", ["ffffffffffffff0", "8000000000000", "1000"])
-@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize(
+    ("address", "kind"), in_turns(["ffffffffffffff0", "8000000000000", "1000"], list(UNLIKE))
+)
 def test_a_word_at_a_forged_address_fails_its_own_load(
     scene: Scene, kind: str, address: str
 ) -> None:
@@ -279,17 +281,23 @@ def _assert_nothing_wrong_is_cached(decode: Actor, prompt: Prompt) -> None:
     _assert_computed(decode, plain)
 
 
+#: By name: what the operator likes, what becomes of P, and if D computes the load then.
+_FAILED = {
+    "by default": ("", "gone", True),
+    "as the operator likes": ("fail", "gone", False),
+    "a transfer that failed": ("", "dead", False),
+}
+_KINDS = ["like", "unlike", "2 ranks"]
+
+
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 @pytest.mark.parametrize(
-    ("how", "cause", "is_computed"),
-    [("", "gone", True), ("fail", "gone", False), ("", "dead", False)],
-    ids=["by default", "as the operator likes", "a transfer that failed"],
+    ("name", "kind"),
+    dict.fromkeys([*(("by default", kind) for kind in _KINDS), *in_turns(_FAILED, _KINDS)]),
 )
-@pytest.mark.parametrize("kind", ["like", "unlike", "2 ranks"])
-def test_d_computes_what_a_check_fails(
-    stage: Stage, lab: Lab, kind: str, how: str, cause: str, is_computed: bool
-) -> None:
+def test_d_computes_what_a_check_fails(stage: Stage, lab: Lab, kind: str, name: str) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
+    how, cause, is_computed = _FAILED[name]
     if not has_policy(lab.release):
         pytest.skip("this release computes all loads that fail")
     ranks = 2 if kind == "2 ranks" else 1

@@ -150,10 +150,7 @@ def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
     introduce(decode, stage.prompts(1, TOKENS), prefill)
     (own,) = prefill.compute(stage.prompt(TOKENS))
 
-    for changes in (
-        [("remote_block_ids", 7)],
-        [("remote_engine_id", ["a"])],
-    ):
+    for changes in ([("remote_block_ids", 7)], [("remote_engine_id", ["a"])]):
         with pytest.raises(Raised, match="TypeError|AttributeError"):
             decode.call("offer", [changed(own.answer, changes)], TOKENS)
 

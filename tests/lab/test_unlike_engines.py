@@ -9,13 +9,7 @@ from packaging.version import Version
 
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
-from .releases import (
-    has_tpus,
-    is_full,
-    moves_full_blocks_only,
-    registers_cpu_caches,
-    states_layout,
-)
+from .releases import has_tpus, is_full, moves_full_blocks_only, registers_cpu_caches, states_layout
 from .selection import on_every_release
 from .test_like_pairs import tokens_to_move
 from .unlike import Dimensions, cases
@@ -75,9 +69,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
     """They have one layout, and state the one that was asked for. Unlike ranks releases refuse."""
     case = _pair("pallas", **sizes)
     case = replace(
-        case,
-        prefill=replace(case.prefill, head_dim=128),
-        decode=replace(case.decode, head_dim=128),
+        case, prefill=replace(case.prefill, head_dim=128), decode=replace(case.decode, head_dim=128)
     )
 
     lab.on_d(case).must_be("identical")

@@ -209,11 +209,7 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
         ),
         ("attn_backend", {"vllm_version": "0.33.0+cpu"}, False),
-        (
-            "vllm_version",
-            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
-            False,
-        ),
+        ("vllm_version", {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"}, False),
         ("vllm_version,attn_backend", {"dtype": "torch.float16"}, False),
         ("vllm_version,attn_backend", {"cache_dtype": "fp8"}, False),
         (

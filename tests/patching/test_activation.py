@@ -57,36 +57,26 @@ def tree(facts, tmp_path):
 _KEY = Path(tempfile.mkdtemp(prefix="kvpatch-key-")) / "key"
 _KEY.write_text("0" * 40)
 ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_SIDE_CHANNEL_KEY": str(_KEY)}
-ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
-IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
+_OUTCOMES = "outcomes = lambda s: {p.slug: p.outcome for p in s.patches}\n"
 
 
-@pytest.mark.parametrize("order", [ENABLE_FIRST, IMPORT_FIRST])
-def test_applied_in_either_import_order(facts, tree, order):
-    found = run(
-        tree,
-        _prelude(facts)
-        + order
-        + """
-outcomes = lambda s: s and {p.slug: p.outcome for p in s.patches}
-wrapped = kinds()
-print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), wrapped]))
-""",
-        **ALL_ON,
-    )
+def test_applied_where_it_is_enabled_before_the_import(facts, tree):
+    script = """
+kvpatch.enable(); waiting = kvpatch.status(); raw()
+print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), kinds()]))
+"""
+    before, after, wrapped = run(tree, _prelude(facts) + _OUTCOMES + script, **ALL_ON)
 
-    before, after, wrapped = found
-    expected = {p.slug: "applied" if p.sites(facts) else "not needed" for p in PATCHES}
-    assert after == expected
-    if order is ENABLE_FIRST:
-        assert before == dict.fromkeys(SLUGS, "waiting")
+    assert before == dict.fromkeys(SLUGS, "waiting")
+    assert after == {p.slug: "applied" if p.sites(facts) else "not needed" for p in PATCHES}
     assert set(wrapped) == {"wrapped"}
 
 
-def test_disable_restores_the_very_objects_and_twice_is_once(facts, tree):
+def test_behind_the_import_too_and_disable_restores_the_very_objects_and_twice_is_once(facts, tree):
     script = """
 originals = raw()
 kvpatch.enable(); kvpatch.enable()
+found, wrapped = outcomes(kvpatch.status()), kinds()
 depth = 0
 layer = raw()[-1]
 while hasattr(layer, "__wrapped__"): depth, layer = depth + 1, layer.__wrapped__
@@ -95,10 +85,12 @@ same = [a is b for a, b in zip(originals, raw())]
 kvpatch.enable(); again = kvpatch.status().refused
 kvpatch.disable()
 same += [a is b for a, b in zip(originals, raw())]
-print(json.dumps([depth, same, again]))
+print(json.dumps([found, wrapped, depth, same, again]))
 """
-    depth, same, again = run(tree, _prelude(facts) + script)
+    found, wrapped, depth, same, again = run(tree, _prelude(facts) + _OUTCOMES + script, **ALL_ON)
 
+    assert found == {p.slug: "applied" if p.sites(facts) else "not needed" for p in PATCHES}
+    assert set(wrapped) == {"wrapped"}
     last = sites_of(facts)[-1]
     assert depth == sum(last in p.sites(facts) for p in PATCHES)
     assert all(same)
@@ -246,11 +238,7 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
 
 #: What only heterogeneous peers need, host buffers, and kvcached.
 _OF_OTHERS = (
-    *(
-        "load.heterogeneous_reads",
-        "load.token_pairing",
-        "geometry.staged_plan",
-    ),
+    *("load.heterogeneous_reads", "load.token_pairing", "geometry.staged_plan"),
     *("transfer.progress_thread", "transfer.agent_gate", "transfer.staging_pool", "transfer.place"),
     *("host_buffer.worker", "host_buffer.scheduler", "kvcached.pools", "peer.remote_geometry"),
 )

@@ -6,12 +6,7 @@ import pytest
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
-from kvpatch.peer.agent_metadata import (
-    CrossLayerForm,
-    form_in,
-    places_digest,
-    without_form,
-)
+from kvpatch.peer.agent_metadata import CrossLayerForm, form_in, places_digest, without_form
 
 pytestmark = pytest.mark.patching
 

@@ -14,11 +14,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.peer.agent_metadata import (
-    AgentMetadata,
-    StatedBlocks,
-    read_agent_metadata,
-)
+from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
@@ -480,10 +476,3 @@ def test_what_joins_is_the_releases_beside_what_we_read() -> None:
     ):
         assert isinstance(refused, PeerRefused), refused
         assert "move whole" in refused.reason
-
-
-def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:
-    error = PeerRefused("engine p cannot be read", "use another")
-
-    assert isinstance(error, PeerRefused)
-    assert str(error) == "engine p cannot be read: use another"

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.checks.grants import GrantedHolds, Hold, read_hold
-from kvpatch.checks.tables import (
-    generation_of,
-    is_still_to_come,
-)
+from kvpatch.checks.tables import generation_of, is_still_to_come
 from kvpatch.core.errors import ReadRefused
 from kvpatch.load.read_request import HOLD, stated_for_checks
 from kvpatch.transfer.nixl import mask_of

@@ -79,10 +79,7 @@ class TestIsWanted:
         assert device in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "share",
-    list(ALONE),
-)
+@pytest.mark.parametrize("share", list(ALONE))
 def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     with pytest.raises(RegistrationRefused, match=share):
         refuse_shares(SimpleNamespace(**ALONE | {share: 2}), FACTS["0.12.0"])

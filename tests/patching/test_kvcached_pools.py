@@ -20,11 +20,7 @@ from kvpatch.load.mapped_pages import Driver, driver, filler_of
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.registered_caches import read_layers
-from kvpatch.worker.release_worker import (
-    BLOCKS_FIRST,
-    KEYS_FIRST,
-    LATENT,
-)
+from kvpatch.worker.release_worker import BLOCKS_FIRST, KEYS_FIRST, LATENT
 
 from .release_workers import reading
 

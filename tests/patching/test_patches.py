@@ -24,13 +24,7 @@ from kvpatch.load.shown_tensors import (
 from kvpatch.peer.cross_layer_blocks import cross_layer_blocks_of
 from kvpatch.worker.recurrent_state import states_digest, states_in
 from kvpatch.worker.registered_caches import is_as_planned, read_layers
-from kvpatch.worker.release_worker import (
-    BLOCKS_FIRST,
-    KEYS_FIRST,
-    LATENT,
-    PACKED,
-    ReleaseWorker,
-)
+from kvpatch.worker.release_worker import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, ReleaseWorker
 
 from .release_workers import reading
 
@@ -233,9 +227,7 @@ class TestBlockCount:
     def test_only_this_workers_plan_is_changed(self):
         def worker():
             return SimpleNamespace(
-                num_blocks=8,
-                _logical_num_blocks=4,
-                _physical_blocks_per_logical_kv_block=2,
+                num_blocks=8, _logical_num_blocks=4, _physical_blocks_per_logical_kv_block=2
             )
 
         one, two = worker(), worker()

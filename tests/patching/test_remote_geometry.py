@@ -20,7 +20,6 @@ from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import unstated_blocks as unstated
 from kvpatch.peer.agent_metadata import read_agent_metadata
-from kvpatch.peer.block_shapes import heads_of
 from kvpatch.peer.decision import LocalCache, Read, decide, is_compatible
 from kvpatch.peer.homogeneous_view import (
     block_bytes_as_ours,
@@ -426,13 +425,6 @@ def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
     check_descriptors(SimpleNamespace(), NEWEST, _metadata(blocks=1 << 10))
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "expected"), [(0, 1, (0, 4)), (1, 2, (2, 2)), (5, 8, (2, 1))]
-)
-def test_heads_of_a_rank(rank, size, expected):
-    assert heads_of(4, rank, size) == expected
-
-
 def _completed(ours, stated):
     return unstated.complete(ours, stated, unstated.declared_geometry())
 
@@ -507,14 +499,6 @@ class TestRequests:
         groups = (Group(frozenset("ab"), window_tokens=0),)
         shares = shares_of(ours, groups, statement, overlaps, order)
         return plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)
-
-    def test_all_bytes_of_all_tokens_are_planned(self, ours):
-        plan = self._plan(ours, 100, tuple(range(7)), (3, 1))
-        assert plan.length.sum() == 100 * TOKEN * 2
-
-    def test_a_prefix_hit_is_left_out(self, ours):
-        plan = self._plan(ours, 100, (5, 6), (3, 1))
-        assert plan.length.sum() == (100 - 80) * TOKEN * 2
 
     @pytest.mark.parametrize("remote", [(3, 6), (3, 1000)])
     def test_a_block_that_the_peer_does_not_have(self, ours, remote):

@@ -18,11 +18,7 @@ from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
 from kvpatch.peer.agent_metadata import AgentMetadata, CrossLayerForm
-from kvpatch.peer.remote_ranks import (
-    is_misread,
-    places_of_states,
-    states_of_peer,
-)
+from kvpatch.peer.remote_ranks import is_misread, places_of_states, states_of_peer
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages, pages_of

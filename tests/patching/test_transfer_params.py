@@ -22,10 +22,7 @@ from kvpatch.guard.transfer_params import (
     loads_nothing,
 )
 from kvpatch.patches import FRONT_ENDS, load
-from kvpatch.patches.transfer_params import (
-    _create_completion,
-    _server_add_request,
-)
+from kvpatch.patches.transfer_params import _create_completion, _server_add_request
 from tests.bad_params import bad_params
 
 pytestmark = pytest.mark.patching

@@ -43,7 +43,6 @@ pytestmark = pytest.mark.patching
 
 HASHED = [name for name in RELEASES if FACTS[name].encodes_metadata]
 NEWEST = FACTS["0.33.0"]
-_GET = b"get_meta_msg"
 HOST = "127.0.0.1"
 
 
@@ -260,10 +259,7 @@ def test_one_that_states_our_hash_is_left_as_it_is() -> None:
     ],
 )
 def test_what_no_release_states_is_refused(metadata: bytes, message: str) -> None:
-    with (
-        listening("0.25.1", metadata) as listener,
-        pytest.raises(PeerRefused, match=message),
-    ):
+    with listening("0.25.1", metadata) as listener, pytest.raises(PeerRefused, match=message):
         asked_by("0.33.0", listener)
 
 

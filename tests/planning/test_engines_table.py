@@ -92,11 +92,7 @@ def _pairs(row: Row, folder: Path) -> list[Pair]:
 
 def _said_of_stock(row: Row, folder: Path) -> set[str]:
     """The table's words for the verdicts on the row's pairs."""
-    words = {
-        Outcome.REFUSED: _FAIL,
-        Outcome.WRONG: _WRONG,
-        Outcome.IDENTICAL: "identical",
-    }
+    words = {Outcome.REFUSED: _FAIL, Outcome.WRONG: _WRONG, Outcome.IDENTICAL: "identical"}
     return {words[verdicts(pair)[0].outcome] for pair in _pairs(row, folder)}
 
 

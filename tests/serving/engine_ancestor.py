@@ -262,10 +262,7 @@ def main() -> tuple[Order, list[int]]:
     listener.bind(f"{folder}/socket")
     listener.listen(64)
     paths = (str(_HERE / "forked_starts"), variables.get("PYTHONPATH", ""))
-    variables |= {
-        _SOCKET: f"{folder}/socket",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    variables |= {_SOCKET: f"{folder}/socket", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     signal.signal(signal.SIGINT, lambda *_: None)  # the command's, which ends by it
     ancestor = Ancestor(listener)
     running = subprocess.Popen(options.command, env=variables)

@@ -18,12 +18,7 @@ from kvpatch.tools import cli
 from kvpatch.tools.verify import engine
 from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.tools.verify.run import Serving
-from kvpatch.tools.verify.setups import (
-    Options,
-    PatchedSides,
-    build_setups,
-    require_comparable,
-)
+from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups, require_comparable
 
 pytestmark = pytest.mark.serving
 

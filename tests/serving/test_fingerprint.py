@@ -10,10 +10,7 @@ from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.tools.verify import caches
-from kvpatch.tools.verify.compare import (
-    digest_heads,
-    join_ranks,
-)
+from kvpatch.tools.verify.compare import digest_heads, join_ranks
 from kvpatch.worker.state_division import StateDivision
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, as_array
 

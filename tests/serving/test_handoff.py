@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import RequestFailed
-from kvpatch.tools.verify.handoff import (
-    Completion,
-    Request,
-    complete,
-    prefill_then_decode,
-)
+from kvpatch.tools.verify.handoff import Completion, Request, complete, prefill_then_decode
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 

@@ -13,13 +13,7 @@ import pytest
 from experiments.engines import recorded, run
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import ROWS, Row, Single, by_single, choose, row_setups, single_setup
-from experiments.engines.report import (
-    pairs_summary,
-    pairs_table,
-    prefix_hits,
-    problems,
-    row_line,
-)
+from experiments.engines.report import pairs_summary, pairs_table, prefix_hits, problems, row_line
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools.verify.compare import Observation, Snapshot, compare

@@ -47,8 +47,7 @@ def test_actors_have_kvpatch_or_say_that_they_lack_it() -> None:
 
 
 @pytest.mark.skipif(
-    not is_full(),
-    reason="three engines, two of them of two ranks, at once: tests/run.sh --full",
+    not is_full(), reason="three engines, two of them of two ranks, at once: tests/run.sh --full"
 )
 def test_engines_whose_ranks_are_actors(tmp_path: Path) -> None:
     """With kvpatch in the actors all is identical; without it D computes, and says why."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ TOKENS = 300
 SECONDS = 60.0
 #: A lease that has run out long ago.
 OVER = Lease(0.0)
+#: Worlds of the shared agents: what those know of is never given back, nor handed out again.
+_SHARING: list[World] = []
 
 
 class Failing(wrapt.ObjectProxy):
@@ -58,8 +61,10 @@ class World:
     source: torch.Tensor
     target: torch.Tensor
     ends: Ends
-    #: Memory that something may still be read to after the test has let go of it.
-    kept: list[torch.Tensor] = field(default_factory=list)
+    #: What stays registered after the test has let go of it.
+    kept: list[Any] = field(default_factory=list)
+    #: Before each of this world's notifications.
+    mark: bytes = field(default_factory=lambda: b"%d " % len(_SHARING))
 
     def read(
         self, pool: StagingPool, agent: Any = None, *, into: torch.Tensor | None = None, **how: Any
@@ -86,7 +91,14 @@ class World:
             copies = [copy for overlap in overlaps for copy in overlap.copies]
             direct, chunks = plan_parts([(segments, copies)]), iter(())
         return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", direct, chunks, **how
+            agent or self.decode,
+            pool,
+            caches,
+            self.ends,
+            self.mark + b"done",
+            direct,
+            chunks,
+            **how,
         )
 
     def tails(self) -> list[tuple[Sequence[Plane], Segments]]:
@@ -110,6 +122,7 @@ class World:
 
         def make(size: int) -> torch.Tensor:
             buffer = torch.zeros(size, dtype=torch.uint8)
+            self.kept.append(buffer)
             self.decode.register_memory([(buffer.data_ptr(), size, 0, "")], "DRAM")
             return buffer
 
@@ -160,27 +173,44 @@ def block_ids(count: int, of: int) -> np.ndarray:
 
 
 @contextmanager
-def connected_world() -> Iterator[World]:
-    """P and D; they part when nothing is on its way any more."""
-    world = _make_world()
+def connected_world(table: Callable[[Any], Any] | None = None) -> Iterator[World]:
+    """P and D, and a cache of noise each; they part when nothing is on its way any more.
+
+    Args:
+        table: What each registers besides, before it is heard of; then :attr:`World.kept` has both.
+    """
+    prefill, decode = _agents() if table is None else _shared_agents()
+    noise = np.random.default_rng(0)
+    size = 3 * 12 * 2 * 2 * 32 * 16 * 2
+    memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in "PD"]
+    for agent, bytes_ in zip((prefill, decode), memory, strict=True):
+        agent.register_memory([(bytes_.data_ptr(), bytes_.numel(), 0, "")], "DRAM")
+    kept = [table(agent) for agent in (prefill, decode) if table is not None]
+    name = decode.add_remote_agent(prefill.get_agent_metadata())
+    name = name.decode() if isinstance(name, bytes) else name
+    world = World(prefill, decode, *memory, Ends(DRAM, DRAM, name), kept)
+    if table is not None:
+        _SHARING.append(world)
     yield world
     world.settle()
 
 
-def _make_world() -> World:
-    """Two agents that know each other, and a cache of noise each."""
+def _agents() -> tuple[Any, Any]:
     from nixl._api import nixl_agent, nixl_agent_config
 
     config = nixl_agent_config(num_threads=1, capture_telemetry=True)  # as the releases do
-    agents = [nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD"]
-    noise = np.random.default_rng(0)
-    size = 3 * 12 * 2 * 2 * 32 * 16 * 2
-    memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in agents]
-    for agent, bytes_ in zip(agents, memory, strict=True):
-        agent.register_memory([(bytes_.data_ptr(), bytes_.numel(), 0, "")], "DRAM")
-    name = agents[1].add_remote_agent(agents[0].get_agent_metadata())
-    name = name.decode() if isinstance(name, bytes) else name
-    return World(*agents, *memory, Ends(DRAM, DRAM, name))
+    prefill, decode = (nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD")
+    return prefill, decode
+
+
+@cache
+def _shared_agents() -> tuple[Any, Any]:
+    """Of this process, one world after the other: they take longer than most tests of tables.
+
+    Whole reads have agents of their own: the first transfer between two takes longer than those
+    behind it, and gives a test the time to give a read up.
+    """
+    return _agents()
 
 
 def finish(*reads: OwnRead) -> list[str]:
@@ -192,9 +222,16 @@ def finish(*reads: OwnRead) -> list[str]:
     return states
 
 
-def notifications(world: World) -> list[bytes]:
+def notifications(world: World, seconds: float = SECONDS) -> list[bytes]:
+    """What P is told first; none where nothing comes in time."""
     found: list[bytes] = []
-    end = time.monotonic() + 1
+    end = time.monotonic() + seconds
     while time.monotonic() < end and not found:
-        found += [m for messages in world.prefill.get_new_notifs().values() for m in messages]
+        told = [m for messages in world.prefill.get_new_notifs().values() for m in messages]
+        found += [m.removeprefix(world.mark) for m in told if m.startswith(world.mark)]
     return found
+
+
+def is_told_nothing(world: World) -> bool:
+    """True if nothing comes to P in some hundred times what a notification takes."""
+    return not notifications(world, 0.1)

@@ -18,13 +18,7 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.slow_digests import (
-    as_numbers,
-    cell,
-    digests_of,
-    of_all_ranks,
-    proves,
-)
+from tests.geometry.slow_digests import as_numbers, cell, digests_of, of_all_ranks, proves
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
 from .digest_world import SEED, Engine, Rank, Request, as_whole, digested, request_of

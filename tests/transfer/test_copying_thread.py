@@ -17,12 +17,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
 
-from .staged_world import (
-    SECONDS,
-    World,
-    finish,
-    notifications,
-)
+from .staged_world import SECONDS, World, finish, is_told_nothing, notifications
 from .test_progress_thread import Engine, wait_until
 
 pytestmark = pytest.mark.lab
@@ -234,7 +229,7 @@ def test_a_read_is_done_when_its_last_copy_is(world, engine, monkeypatch):
     assert held.is_in.wait(SECONDS)
     time.sleep(0.05)
     assert read.state() == "PROC"
-    assert notifications(world) == [], "P is not told of it yet"
+    assert is_told_nothing(world), "P is not told of it yet"
     held.may_go.set()
     assert finish(read) == ["DONE"]
     assert world.is_identical()
@@ -255,7 +250,7 @@ def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
     read.start()
     assert finish(read) == ["ERR"]
     assert "made up" in caplog.text
-    assert notifications(world) == [], "P is not told that it was read"
+    assert is_told_nothing(world), "P is not told that it was read"
     wait_until(lambda: engine.pool.taken_bytes == 0)
     other = engine.read()
     other.start()

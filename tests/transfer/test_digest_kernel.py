@@ -20,7 +20,7 @@ from kvpatch.checks.digests.cache_digests import (
     TableTokens,
     memories_of,
 )
-from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList

@@ -24,12 +24,19 @@ from kvpatch.checks.tables import (
 from kvpatch.core.errors import PeerRefused
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
-from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 
-from .staged_world import SECONDS, Failing, World, connected_world, finish, notifications
+from .staged_world import (
+    SECONDS,
+    Failing,
+    World,
+    connected_world,
+    finish,
+    is_told_nothing,
+    notifications,
+)
 
 pytestmark = pytest.mark.lab
 
@@ -65,21 +72,9 @@ def answer(check: HoldCheck, world: World) -> bool:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
-    """Registered before the agents hear of each other, as workers do."""
-    made: list[HoldTable] = []
-    import nixl._api
-
-    plain = nixl._api.nixl_agent.get_agent_metadata
-
-    def with_table(agent: object) -> bytes:
-        made.append(HoldTable(agent))
-        return plain(agent)
-
-    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
-    with connected_world() as world:
-        monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
-        yield Tables(made[0], HoldTable(world.decode), world)
+def tables() -> Iterator[Tables]:
+    with connected_world(HoldTable) as world:
+        yield Tables(*world.kept, world)
 
 
 def test_a_hold_stands_until_it_is_ended(tables):
@@ -274,7 +269,7 @@ def test_a_read_is_done_once_p_has_said_that_it_held_the_blocks(reads, tables, i
     end = time.monotonic() + 0.05
     while time.monotonic() < end:
         assert read.state() == "PROC", "P's worker has not heard of it"
-    assert notifications(reads.world) == [], "and is not told before it has said so"
+    assert is_told_nothing(reads.world), "and is not told before it has said so"
     assert _verdict(read) is None
     tables.prefill.hold("a", generation)
     assert finish(read) == ["DONE"]
@@ -308,7 +303,7 @@ def test_blocks_that_are_given_away_during_the_read_fail_it(reads, tables, is_di
     read.start()
     assert finish(read) == ["ERR"]
     assert "let go of a request's blocks before they had all been read" in caplog.text
-    assert notifications(reads.world) == [], "P keeps no such request"
+    assert is_told_nothing(reads.world), "P keeps no such request"
     assert _verdict(read) is CheckResult.GONE
     assert told == [read]
     assert reads.pool.taken_bytes == 0
@@ -434,54 +429,3 @@ def test_a_read_that_is_given_up_does_not_wait_for_the_word(reads, tables):
     assert _verdict(read) is None
     read.release()
     assert reads.pool.taken_bytes == 0
-
-
-def _transfer(world: World, check: HoldCheck, message: bytes) -> CheckedTransfer:
-    """A transfer as vLLM prepares it, of 4096 bytes."""
-    agent = world.decode
-    ours = agent.get_xfer_descs([(world.target.data_ptr(), 4096, 0)], "DRAM")
-    theirs = agent.get_xfer_descs([(world.source.data_ptr(), 4096, 0)], "DRAM")
-    handle = agent.initialize_xfer("READ", ours, theirs, world.ends.agent, b"")
-    return CheckedTransfer(agent, handle, world.ends.agent, Lifetime(checks=(check,)), message)
-
-
-@pytest.mark.parametrize("message", [b"a:1", b""])
-@pytest.mark.parametrize("age_seconds", [0.0, 2.0])
-def test_a_transfer_of_vllms_is_done_once_p_has_said_that_it_held_the_blocks(
-    tables, message, age_seconds
-):
-    """P is notified here, or, without a message, by vLLM."""
-    generation, world = generation_of(START, 1), tables.world
-    world.target.zero_()
-    read = _transfer(world, tables.check(generation, age_seconds), message)
-    read.start()
-    end = time.monotonic() + 0.05
-    while time.monotonic() < end:
-        assert read.state() == "PROC", "P's worker has not heard of it"
-    assert bool(world.target[:4096].any()) is (age_seconds == 0.0)
-    tables.prefill.hold("a", generation)
-    assert finish(read) == ["DONE"]
-    assert torch.equal(world.target[:4096], world.source[:4096])
-    assert read.lifetime.verdict is CheckResult.HELD
-    assert read.telemetry().totalBytes == 4096
-    assert notifications(world) == ([message] if message else [])
-    read.release()
-    assert len(tables.decode._free) == HoldTable.landings
-
-
-@pytest.mark.parametrize("age_seconds", [0.0, 2.0])
-def test_a_transfer_of_vllms_fails_where_p_has_let_go_of_the_blocks(tables, age_seconds):
-    generation, world = generation_of(START, 1), tables.world
-    tables.prefill.hold("a", generation)
-    before = world.target.clone()
-    read = _transfer(world, tables.check(generation, age_seconds), b"a:1")
-    if age_seconds:
-        tables.prefill.end("a")
-    read.start()
-    tables.prefill.end("a")
-    assert finish(read) == ["ERR"]
-    assert torch.equal(world.target, before) is (age_seconds == 2.0)
-    assert read.lifetime.verdict is CheckResult.GONE
-    assert notifications(world) == []
-    read.release()
-    assert len(tables.decode._free) == HoldTable.landings

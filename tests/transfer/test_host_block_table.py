@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
 from kvpatch.host_buffer.host_block_table import HostBlockTable

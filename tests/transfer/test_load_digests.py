@@ -60,21 +60,9 @@ class Tables:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
-    """Registered before the agents hear of each other, as workers do."""
-    made: list[DigestTable] = []
-    import nixl._api
-
-    plain = nixl._api.nixl_agent.get_agent_metadata
-
-    def with_table(agent: object) -> bytes:
-        made.append(DigestTable(agent))
-        return plain(agent)
-
-    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
-    with connected_world() as world:
-        monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
-        yield Tables(made[0], DigestTable(world.decode), world)
+def tables() -> Iterator[Tables]:
+    with connected_world(DigestTable) as world:
+        yield Tables(*world.kept, world)
 
 
 def test_what_is_written_is_read(tables):

@@ -59,9 +59,7 @@ def _placed(*spaces: str) -> tuple[StagedRead, _Pool]:
     return read, made[0]
 
 
-def test_each_failure_is_told_and_every_space_comes_back(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_each_failure_is_told_and_every_space_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     read, pool = _placed("bad 1", "good 1", "bad 2", "good 2")
     assert read._give_back() is True
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]

@@ -84,10 +84,7 @@ class Forgetful(StoragelessStandIn):
 def test_a_device_that_does_not_keep_blocks_is_found_out() -> None:
     behind = {"right": layer(1), "wrong": layer(1)}
     before = {name: tensor.clone() for name, tensor in behind.items()}
-    tensors = {
-        "right": StoragelessStandIn(behind["right"]),
-        "wrong": Forgetful(behind["wrong"]),
-    }
+    tensors = {"right": StoragelessStandIn(behind["right"]), "wrong": Forgetful(behind["wrong"])}
     caches = StoragelessCaches(
         tensors, {n: shown(t, 1) for n, t in tensors.items()}, dict.fromkeys(tensors, 1)
     )

@@ -87,8 +87,8 @@ class DigestTable(PeerTable):
     landings = 16
     landing_bytes = MOST_BYTES
 
-    def __init__(self, nixl: Any) -> None:
-        super().__init__(nixl)
+    def __init__(self, nixl: Any, backends: Sequence[str] = ()) -> None:
+        super().__init__(nixl, backends)
         self._words = self._bytes[:_RING_START].view(np.uint64)
         self._next = _RING_START
         self._doubted: set[str] = set()

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvpatch.checks.digests.cache_digests import DigestPiece
-from kvpatch.checks.digests.digest_weights import WORD_BYTES, rows_of
+from kvpatch.checks.digests.digests import WORD_BYTES, rows_of
 from kvpatch.transfer.placing_kernel import NO_KERNEL
 from kvpatch.transfer.plane_bytes import uploaded
 
