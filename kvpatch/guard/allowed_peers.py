@@ -9,7 +9,6 @@ addresses in IPv6's clothes (``::ffff:10.0.0.1``) are IPv4's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -33,8 +32,6 @@ class Entry:
     Attributes:
         network: of addresses; None for a name.
         name: in lower case; ``*`` stands for any host, ``*.`` in front for any below it.
-        first_port: of those that are allowed.
-        last_port: likewise.
     """
 
     network: Network | None
@@ -66,25 +63,17 @@ class AllowedPeers:
 
 
 def allowed_peers() -> AllowedPeers:
-    """Returns the peers that the variable lists.
-
-    Raises:
-        SettingsError: an entry is no network and no name.
-    """
+    """Returns the peers that the variable lists; raises what :func:`parse` does."""
     return parse(settings.allowed_peers())
 
 
-def parse(entries: Iterable[str]) -> AllowedPeers:
+@lru_cache(maxsize=8)
+def parse(entries: tuple[str, ...]) -> AllowedPeers:
     """Reads a list of networks and names, each with a port or a range of ports, or with any.
 
     Raises:
         SettingsError: an entry is none of these.
     """
-    return _parsed(tuple(entries))
-
-
-@lru_cache(maxsize=8)
-def _parsed(entries: tuple[str, ...]) -> AllowedPeers:
     return AllowedPeers(tuple(map(_entry, entries)))
 
 

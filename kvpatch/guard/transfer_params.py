@@ -112,11 +112,8 @@ def checked(params: object, facts: ReleaseFacts, limits: RequestLimits) -> dict[
 
 
 def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestLimits) -> None:
-    needed = list(_ADDRESS)
-    if facts.names_remote_request:
-        needed.append(_REQUEST_ID)
-    needed.append("tp_size" if limits.is_push else _BLOCKS)
-    for name in needed:
+    request_id = (_REQUEST_ID,) if facts.names_remote_request else ()
+    for name in (*_ADDRESS, *request_id, "tp_size" if limits.is_push else _BLOCKS):
         if params.get(name) is None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}", AS_ANSWERED)

@@ -173,7 +173,7 @@ def _import_connector() -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of what kvpatch touches; "not installed" where it is missing."""
+    """The versions of what kvpatch touches; "not installed" where there is none."""
     return {
         "kvpatch": kvpatch.__version__,
         "vllm": _vllm(),
