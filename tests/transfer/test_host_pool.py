@@ -204,6 +204,15 @@ def check(
     return pool
 
 
+def pooled(
+    cache: Cache, host_blocks: int = 3, **how: Any
+) -> tuple[Tensors, dict[str, int], HostPool]:
+    """A cache's tensors, their dimensions of blocks, and a pool for them."""
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    return tensors, dimensions, HostPool(tensors, dimensions, cache.blocks, host_blocks, **how)
+
+
 class StandInStream:
     """In place of a device's stream: nothing runs later here, the order is written down."""
 
@@ -372,8 +381,7 @@ def test_tensors_of_unlike_kinds_side_by_side(way):
 def test_rows_of_all_layers_stay_one_storage():
     """A release tells layouts apart by whether layers share an allocation."""
     for name, storages in (("BLHNC", 1), ("LBHNC", 1), ("packed, own storages", 2)):
-        tensors = CASES[name].tensors()
-        pool = HostPool(tensors, CASES[name].block_dimensions(tensors), 5, 3)
+        _, _, pool = pooled(CASES[name])
         assert len({t.untyped_storage().data_ptr() for t in held(pool)}) == storages
         starts = [t.data_ptr() for t in held(pool)]
         if storages == 1:
@@ -381,10 +389,7 @@ def test_rows_of_all_layers_stay_one_storage():
 
 
 def test_saves_are_in_order_and_a_host_block_may_be_taken_again(way):
-    cache = CASES["LHBNC"]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
-    pool = HostPool(tensors, dimensions, 5, 3)
+    tensors, dimensions, pool = pooled(CASES["LHBNC"])
     before = fill(pool)
     pool.save([0, 1], [1, 2])
     pool.save([4], [1])
@@ -408,9 +413,7 @@ def test_more_than_is_copied_at_once(way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["device with streams"], indirect=True)
 def test_copies_wait_for_the_model_and_settle_waits_for_the_copies(way):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
-    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+    _, _, pool = pooled(CASES["latent"])
     CALLS.clear()
     pool.save([1], [1])
     pool.save([2], [2])
@@ -427,15 +430,12 @@ def test_copies_wait_for_the_model_and_settle_waits_for_the_copies(way):
 
 @pytest.mark.parametrize("name", ["NHD, keys first", "LHBNC", "latent, kernel blocks"])
 def test_the_comparison_notices_every_byte_and_every_wrong_host_block(way, name):
-    cache = CASES[name]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
+    tensors, dimensions, pool = pooled(CASES[name], 4)
     pairs = [(3, 0), (0, 2)]
 
     def compare(pool: HostPool, before: Tensors) -> list[str]:
         return differing(pool, tensors, dimensions, 5, before, pairs)
 
-    pool = HostPool(tensors, dimensions, 5, 4)
     before = fill(pool)
     assert compare(pool, before) == list(tensors), "nothing saved yet"
     pool.save([3, 0], [2, 0])
@@ -456,8 +456,6 @@ def test_the_comparison_notices_every_byte_and_every_wrong_host_block(way, name)
 
 @pytest.mark.parametrize("field_name", ["start", "step_bytes", "row_bytes", "target"])
 def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name):
-    cache = replace(CASES["NHD, keys first"], lead=8)
-    tensors = cache.tensors()
     real = host_pool.host_storage
 
     def wrong(*args: Any) -> Any:
@@ -468,18 +466,16 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
 
     monkeypatch.setattr(host_pool, "host_storage", wrong)
     with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
-        HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+        pooled(replace(CASES["NHD, keys first"], lead=8))
 
 
 # --- refusals -----------------------------------------------------------------
 
 
 def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
     monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 100)
     with pytest.raises(RegistrationRefused, match="3 blocks .* take 144 bytes, .* has 100 free"):
-        HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+        pooled(CASES["latent"])
 
 
 def test_free_memory_is_what_the_host_and_the_container_have(tmp_path):
@@ -499,19 +495,16 @@ def test_free_memory_is_what_the_host_and_the_container_have(tmp_path):
 
 
 def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
-    arguments = tensors, cache.block_dimensions(tensors), 5, 3
     monkeypatch.setattr(block_copies.BlockCopies, "_put", lambda *_, **__: None)
     with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
-        HostPool(*arguments)
+        pooled(CASES["latent"])
 
     def no_copies(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(block_copies.BlockCopies, "_put", no_copies)
     with pytest.raises(UnexpectedCaches, match="on cpu cannot be copied.*no such kernel"):
-        HostPool(*arguments)
+        pooled(CASES["latent"])
 
 
 # --- memory that is there once a block is handed out ----------------------------
@@ -526,10 +519,7 @@ def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
         return real(self, layer, block, host_block)
 
     monkeypatch.setattr(HostPool, "_pair", watched)
-    cache = CASES["NHD, keys first"]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
-    pool = HostPool(tensors, dimensions, 5, 3, is_there_late=True)
+    tensors, dimensions, pool = pooled(CASES["NHD, keys first"], is_there_late=True)
     before = fill(pool)
     assert not looked_at
 
@@ -544,9 +534,7 @@ def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
 
 
 def test_the_first_save_notices_what_the_trial_would_have(monkeypatch):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
-    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3, is_there_late=True)
+    _, _, pool = pooled(CASES["latent"], is_there_late=True)
     monkeypatch.setattr(block_copies.BlockCopies, "_put", lambda *_, **__: None)
     for _ in range(2):
         with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
@@ -588,13 +576,11 @@ def test_tensors_that_are_not_in_blocks_are_refused():
 def test_numbers_that_name_nothing_are_errors_and_nothing_is_copied(
     way, blocks, host_blocks, message
 ):
-    cache = CASES["latent"]
-    tensors = cache.tensors()
-    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+    tensors, dimensions, pool = pooled(CASES["latent"])
     before = fill(pool)
     with pytest.raises(ValueError, match=message):
         pool.save(blocks, host_blocks)
-    assert differing(pool, tensors, cache.block_dimensions(tensors), 5, before, []) == []
+    assert differing(pool, tensors, dimensions, 5, before, []) == []
 
 
 def test_a_host_that_cannot_pin_leaves_no_error_to_torch(monkeypatch, caplog):
