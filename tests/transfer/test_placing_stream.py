@@ -17,7 +17,7 @@ from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 
 pytestmark = pytest.mark.patching
 
@@ -124,8 +124,8 @@ def test_copies_come_after_what_the_device_was_told_before(streams: FakeStreams)
 
     assert torch.equal(seen[0], before), "the model read what its own request had there"
     for theirs, ours in zip(remote, local, strict=True):
-        found = ours.as_array(target.numpy(), target.data_ptr())
-        assert np.array_equal(found, theirs.as_array(source, source.ctypes.data))
+        found = as_array(ours, target.numpy(), target.data_ptr())
+        assert np.array_equal(found, as_array(theirs, source, source.ctypes.data))
 
 
 def test_zeroes_come_after_what_the_device_was_told_before(streams: FakeStreams) -> None:
@@ -143,7 +143,7 @@ def test_zeroes_come_after_what_the_device_was_told_before(streams: FakeStreams)
     assert not later, "the next steps are not waited for"
 
     for plane in planes:
-        found = plane.as_array(target.numpy(), target.data_ptr())
+        found = as_array(plane, target.numpy(), target.data_ptr())
         assert not found[3, :, 5:].any()
         assert (found[:3] == 0xA5).all()
         assert (found[3, :, :5] == 0xA5).all()
