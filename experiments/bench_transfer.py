@@ -41,7 +41,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 
 _COPY_BYTES = 4 * 1024**2
 #: How often a loop looks that does nothing else, without taking a processor for it.
@@ -280,10 +280,10 @@ class Setup:
         place = {"remote": self.decode.remote_address, "local": self.decode.memory.data_ptr()}
         at = np.arange(self.tokens)
         for theirs, ours in zip(self.remote, self.local, strict=True):
-            wanted = theirs.as_array(source, place["remote"])[
+            wanted = as_array(theirs, source, place["remote"])[
                 self.remote_ids[at // self.pair.remote_tokens], :, at % self.pair.remote_tokens
             ]
-            found = ours.as_array(target, place["local"])[
+            found = as_array(ours, target, place["local"])[
                 self.local_ids[at // self.pair.local_tokens], :, at % self.pair.local_tokens
             ]
             if not np.array_equal(wanted, found):

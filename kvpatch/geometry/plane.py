@@ -151,7 +151,6 @@ class Plane:
 
     @property
     def end_head(self) -> int:
-        """The global number past the plane's last head."""
         return self.first_head + self.counts.heads
 
     def span(self) -> tuple[int, int]:

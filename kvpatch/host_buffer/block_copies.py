@@ -86,7 +86,6 @@ class BlockTensor:
         }
 
     def check(self) -> None:
-        """Refuses a tensor whose blocks are not apart."""
         axes = [
             (size, stride * self.item_bytes)
             for size, stride in zip(self.shape, self.strides, strict=True)

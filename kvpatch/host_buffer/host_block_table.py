@@ -161,7 +161,6 @@ class HostBlockTable:
                 self._idle.move_to_end(host_block, last=False)
 
     def not_held(self, request_id: str, blocks: Iterable[int]) -> list[int]:
-        """Returns the blocks that no host block of the request holds."""
         request = self._requests.get(request_id)
         held = request.held if request is not None else {}
         return [block for block in blocks if block not in held]

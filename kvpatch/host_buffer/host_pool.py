@@ -217,7 +217,6 @@ class HostPool:
             )
 
     def _pair(self, layer: str, block: int, host_block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block as the device shows it, and a host block."""
         dimension = self._block_dimensions[layer]
         source = self._sources[layer]
         parts = source.shape[dimension] // self._blocks

@@ -132,7 +132,6 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _refuse(layers: Iterable[str]) -> None:
-    """Refuses layers that no host block can hold, if there are any."""
     names = sorted(layers)
     if names:
         raise RegistrationRefused(
@@ -185,13 +184,11 @@ class HostMemoryAgent(ObjectProxy):
     """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
 
     def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns NIXL's descriptors, for host memory."""
         if isinstance(descs, list):
             descs = [(address, length, 0, tag) for address, length, _, tag in descs]
         return self.__wrapped__.get_reg_descs(descs, "DRAM", *args, **kwargs)
 
     def get_xfer_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns NIXL's descriptors, for host memory."""
         if isinstance(descs, list):
             descs = [(address, length, 0) for address, length, _ in descs]
         else:

@@ -32,7 +32,6 @@ class Caches:
 
     @cached_property
     def _layers(self) -> dict[str, Bytes]:
-        """Every layer's allocation; layers that share one share the view of it."""
         return {layer: _bytes_of(tensor) for layer, tensor in self._tensors.items()}
 
     @cached_property
@@ -41,7 +40,6 @@ class Caches:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the caches and of the staging buffer."""
         return next(iter(self._tensors.values())).device
 
     def mark(self) -> Any:

@@ -110,7 +110,6 @@ class CheckedTransfer(OwnRead):
         self._end("ERR")
 
     def _begin(self) -> None:
-        """Posts it once the checks that are due before allow it."""
         if self.lifetime.may_begin(self._nixl):
             self._has_begun = True
             self._nixl.transfer(self._handle)
@@ -144,6 +143,5 @@ class CheckedTransfer(OwnRead):
         self._end("ERR")
 
     def _end(self, state: str) -> None:
-        """Ends it, and all that its checks have on their way."""
         self._state = state
         self.lifetime.end(self._nixl, is_well=state == "DONE")

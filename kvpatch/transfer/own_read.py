@@ -101,7 +101,6 @@ class Telemetry:
 
 
 def sum_of(found: Iterable[Any]) -> Telemetry:
-    """Sums up the telemetry of several transfers."""
     total = Telemetry()
     for one in found:
         if one is not None:

@@ -234,7 +234,6 @@ class StagedRead(OwnRead):
             self.let_go()
 
     def _end_untold(self) -> None:
-        """Ends the read without a notification to the peer."""
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"
 
@@ -476,7 +475,6 @@ class StagedRead(OwnRead):
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:
-        """Posts a transfer and returns the state that NIXL gives it."""
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
         return self._nixl.transfer(handle)

@@ -136,7 +136,6 @@ def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_t
 
 
 def _first_specs(scheduler: Any) -> list[Any]:
-    """The spec of the first layer of each of a scheduler's groups."""
     groups = scheduler.kv_cache_config.kv_cache_groups
     return [_members(group.kv_cache_spec)[0] for group in groups]
 

@@ -70,7 +70,6 @@ class KernelBlockSizes:
 
     @property
     def cuts_some(self) -> bool:
-        """True if there are blocks that the release cuts."""
         return any(self.exact)
 
     def kernel_of(self, block_tokens: int) -> int | None:

@@ -44,7 +44,6 @@ class StatePages:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the bytes of all states of a block."""
         return sum(self.sizes_bytes)
 
 

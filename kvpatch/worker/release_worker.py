@@ -224,7 +224,6 @@ class ReleaseWorker:
         return tuple(self.worker.attn_backends)
 
     def is_of_state(self, backend: Any) -> bool:
-        """True if a backend's layers have recurrent state."""
         if self.facts.backends_tell_state:
             return bool(backend.is_ssm())
         return "get_kv_cache_shape" in getattr(backend, "__abstractmethods__", ())
@@ -276,14 +275,12 @@ class ReleaseWorker:
         return any(self._cpus_kernels(tokens) == "amx" for tokens, _ in self._cpus_shapes())
 
     def _names_of_backends(self) -> list[str]:
-        """Returns the names of attention's."""
         if not self.facts.has_cache_groups:
             return [self.worker.backend_name]
         # The worker's own is the first one's, which may be of recurrent state.
         return [backend.get_name() for backend in self.attention_backends]
 
     def _cpus_kernels(self, block_tokens: int) -> str:
-        """Returns the kernels that the release chooses on this processor."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         return str(_get_attn_isa(self.worker.vllm_config.model_config.dtype, block_tokens))

@@ -149,7 +149,6 @@ def _reach(offset: int, regions: Iterable[Region]) -> int:
 
 
 def regions_of(addresses: Sequence[int], block_bytes: Sequence[int]) -> tuple[Region, ...]:
-    """Returns the regions that a handshake states."""
     first = min(addresses, default=0)
     places = zip(addresses, block_bytes, strict=False)
     return tuple(Region(address - first, size) for address, size in places)

@@ -92,7 +92,6 @@ def held_by(owner: Any, kind: type[_Kind]) -> _Kind | None:
 
 
 def release_worker(worker: Any) -> ReleaseWorker:
-    """A connector's worker half, read by the facts of its release."""
     return ReleaseWorker(worker, worker_state(worker).facts)
 
 

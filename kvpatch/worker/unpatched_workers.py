@@ -25,7 +25,6 @@ CURE = (
 
 
 def is_applied(slug: str) -> bool:
-    """True if this process has applied a patch."""
     session = sys.modules.get("kvpatch.session")
     return session is not None and bool(session.SESSION.has_applied(slug))
 

@@ -70,7 +70,6 @@ def may_use_amx() -> bool:
 
 
 def ask_for_tiles() -> None:
-    """Asks for AMX before attention uses it."""
     if not may_use_amx():
         _LOG.warning(
             "this process may not use AMX, with which vLLM computes attention here: it may end "

@@ -25,7 +25,7 @@ from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import Space, StagingPool
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 
 DRAM = Memory("DRAM")
 SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
@@ -110,11 +110,13 @@ class World:
         """Whether nothing is left there, in D's cache."""
         ((planes, tail),) = self.tails()
         return not any(
-            plane.as_array(self.target.numpy(), self.target.data_ptr())[
+            as_array(plane, self.target.numpy(), self.target.data_ptr())[
                 block, :, offset : offset + tokens
             ].any()
             for plane in planes
-            for _, _, block, offset, tokens in tail.as_array().tolist()
+            for block, offset, tokens in zip(
+                tail.local_block, tail.local_offset, tail.tokens, strict=True
+            )
         )
 
     def pool(self, size_bytes: int) -> StagingPool:
@@ -152,8 +154,8 @@ class World:
         at = np.arange(TOKENS)
         return all(
             np.array_equal(
-                theirs.as_array(self.source.numpy(), 0)[block_ids(10, 12)[at // 32], :, at % 32],
-                ours.as_array(target.numpy(), 0)[block_ids(7, 8)[at // 48], :, at % 48],
+                as_array(theirs, self.source.numpy(), 0)[block_ids(10, 12)[at // 32], :, at % 32],
+                as_array(ours, target.numpy(), 0)[block_ids(7, 8)[at // 48], :, at % 48],
             )
             for theirs, ours in zip(remote, local, strict=True)
         )
