@@ -267,8 +267,9 @@ def reads_of(worker: Any, reader: Reader) -> HeterogeneousReads:
     with one peer at a time, so that no other handshake is in the agent now; and no read is made
     before this handshake is over, so that the engine's next step meets the gate.
     """
-    if isinstance(reader.heterogeneous, HeterogeneousReads):
-        return reader.heterogeneous
+    made: HeterogeneousReads | None = reader.heterogeneous
+    if made is not None:
+        return made
     behind, destination = worker_state(worker).held(DeviceCaches), reader.destination
     copied_to = None if behind is None else behind.device
     placed_on = destination.device if copied_to is None else copied_to

@@ -145,7 +145,8 @@ class ReadingAgent(AgentProxy):
                     f"a transfer was prepared with none of the ranks of engine {context.engine_id}"
                 )
             numbers = [number for number, _ in ranks]
-            return made.prepare(self, context, numbers, notification)
+            read: OwnRead = made.prepare(self, context, numbers, notification)
+            return read
         except KvpatchError:
             if context.engine_id in reader.peers or context.is_of_smaller:
                 tell_over(self.__wrapped__, [agent for _, agent in ranks], notification)

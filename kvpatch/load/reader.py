@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.caches import Caches
     from kvpatch.transfer.lifetime import Check
-    from kvpatch.transfer.own_read import Fate, OwnRead
+    from kvpatch.transfer.own_read import Fate
     from kvpatch.transfer.progress_thread import ProgressThread
-    from kvpatch.transfer.staging_pool import StagingPool
     from kvpatch.transfer.storageless import StoragelessCaches
     from kvpatch.worker.kv_cache_groups import Group
     from kvpatch.worker.local_geometry import LocalGeometry
@@ -144,23 +143,6 @@ class Destination:
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
 
-class ReadsOfOthers(Protocol):
-    """The reads from peers of another geometry (``heterogeneous_reads``).
-
-    Attributes:
-        pool: where staged reads land.
-        thread: the progress thread; None where reads go on in the engine's steps alone.
-    """
-
-    pool: StagingPool
-    thread: ProgressThread | None
-
-    def prepare(
-        self, agent: Any, context: RequestContext, ranks: Sequence[int], notification: bytes
-    ) -> OwnRead:
-        """Returns the transfer that replaces vLLM's own, from some ranks of the peer."""
-
-
 class Reader:
     """The state of one worker's reads.
 
@@ -170,7 +152,7 @@ class Reader:
 
     Attributes:
         peers: peers of another geometry, by engine id.
-        heterogeneous: reads from these; None before the first of them shakes hands.
+        heterogeneous: the ``HeterogeneousReads`` of these; None before the first shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
         leases: how long peers keep the blocks that are to be read.
         understood: notifications by sender -> those that the release can take.
@@ -189,7 +171,7 @@ class Reader:
         self.mode = mode
         self.peers: dict[str, Peer] = {}
         self._unbooked: frozenset[str] = frozenset()
-        self.heterogeneous: ReadsOfOthers | None = None
+        self.heterogeneous: Any = None
         self.layers = ours.layers if destination.layers is None else destination.layers
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
         self.context: RequestContext | None = None
@@ -217,7 +199,8 @@ class Reader:
     @property
     def thread(self) -> ProgressThread | None:
         """The thread of heterogeneous reads; None in steps alone, and before the first peer."""
-        return None if self.heterogeneous is None else self.heterogeneous.thread
+        found: ProgressThread | None = getattr(self.heterogeneous, "thread", None)
+        return found
 
     @property
     def is_for_all(self) -> bool:
@@ -253,9 +236,8 @@ class Reader:
         What the read finds of the blocks stands in the metrics, and fails as a check's.
 
         Args:
-            taken: heads that come from other ranks; None where the release reads.
+            taken, is_idle: as of a :class:`RankRead`.
             releases: that the peer may be of; none where it is this worker's.
-            is_idle: True if nothing is read of it.
         """
         context = self.context
         if context is None:

@@ -24,7 +24,6 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
-from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.ledger import Method, Parts, Site, Step
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.state import release_worker, worker_state
@@ -76,7 +75,9 @@ def _register(
     worker, reads = release.worker, "unlike_engines" in steps
     state = worker_state(worker)
     if "host_buffer" in steps and state.is_host_buffered:
-        _refuse_without_reads(release, reads=reads)
+        shown_tensors.refuse_without_reads(
+            release, "a host buffer", "KVPATCH_HOST_BUFFER=never", reads=reads
+        )
         kv_caches = steps["host_buffer"](release, kv_caches)
     for slug in ("stale_blocks", "digests", "failed_loads"):
         if slug in steps:
@@ -104,18 +105,3 @@ def _register(
     if "metrics" in steps:
         steps["metrics"](release)
     return result
-
-
-def _refuse_without_reads(release: ReleaseWorker, *, reads: bool) -> None:
-    """Refuses a host buffer into which nobody would read."""
-    if not release.pulls:
-        raise RegistrationRefused(
-            "in push mode P writes to D's memory, past a host buffer",
-            "use NixlConnector, which pulls, or KVPATCH_HOST_BUFFER=never",
-        )
-    if not reads:
-        raise RegistrationRefused(
-            "what D reads goes through the host buffer by unlike_engines, which KVPATCH_DISABLE "
-            "turns off",
-            "leave it on, or use KVPATCH_HOST_BUFFER=never",
-        )

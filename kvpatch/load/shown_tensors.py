@@ -55,7 +55,12 @@ def register_as_they_lie(
     layers = read_layers(release, kv_caches)
 
     def as_cross_layer_blocks() -> Any:
-        _refuse_without_reader(release, is_read_by_us=is_read_by_us)
+        refuse_without_reads(
+            release,
+            "kvcached's contiguous layout",
+            "KVCACHED_CONTIGUOUS_LAYOUT=false",
+            reads=is_read_by_us,
+        )
         result, blocks = register_cross_layer_blocks(register, release, kv_caches, layers)
         state.hold(blocks)
         return result
@@ -173,19 +178,21 @@ def has_cross_layer_blocks(
     return False
 
 
-def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
-    """Refuses a worker whose reads the release would do, which knows no cross-layer blocks."""
-    if not is_read_by_us:
-        raise RegistrationRefused(
-            "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
-            "off",
-            "leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
-        )
+def refuse_without_reads(release: ReleaseWorker, what: str, setting: str, *, reads: bool) -> None:
+    """Refuses a worker whose caches kvpatch alone can fill, by reading, where it does not read.
+
+    Args:
+        setting: that does without.
+    """
     if not release.pulls:
         raise RegistrationRefused(
-            "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
-            "read",
-            "use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
+            f"in push mode P writes to D's memory, and {what} can only be filled by reads",
+            f"use NixlConnector, which pulls, or {setting}",
+        )
+    if not reads:
+        raise RegistrationRefused(
+            f"{what} is filled by unlike_engines, which KVPATCH_DISABLE turns off",
+            f"leave it on, or use {setting}",
         )
 
 

@@ -206,11 +206,8 @@ class DigestCheck:
     """The check of one read, asked once all is in place and P has said that it held the blocks.
 
     Attributes:
-        fetched: the rank's digests.
         tables: what the read is a part of, or all.
-        request_id: the request's id, as it is logged.
         stream: where ours are made, and compared: no step waits for that.
-        compared: gets the result.
         is_sample: whether no more than a sample of them is.
         is_part: whether some of the read's tokens are left out.
         misses: whether something of the load is compared with nothing.
