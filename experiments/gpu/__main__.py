@@ -94,14 +94,15 @@ def play(name: str, device: str, seconds: float, out: Path) -> dict[str, Any]:
             process.wait(max(1.0, began + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
             found["errors"].append(f"stopped after {seconds:.0f} s")
         tail = log.read_text(errors="replace")[-2000:]
         if process.returncode and process.returncode > 0:
             found["errors"].append(f"exit {process.returncode}: {tail}")
         if rows.exists():
             found["rows"] += json.loads(rows.read_text())
-        elif not process.returncode:
-            found["rows"].append({LABEL: tail.strip().splitlines()[-1]})
+        elif process.returncode == 0:
+            found["rows"].append({LABEL: (tail.strip().splitlines() or ["no word"])[-1]})
     found["seconds"] = round(time.monotonic() - began, 1)
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import gcd, prod
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvpatch.staging")
 
-#: That one program copies: with 8 bytes each, 8 KiB.
+#: That one program copies: with 16 bytes each, 16 KiB.
 _TILE_UNITS = 1024
 #: The kernel counts a move's units in 32 bits: a division of 64 bits takes a GPU many steps.
 _MOST_UNITS = 2**31 - _TILE_UNITS
@@ -75,8 +76,10 @@ class _Row(NamedTuple):
 #: Of a compiler that fails: also in a request, for it compiles for each number of axes anew.
 NO_KERNEL = TritonError, OSError, SubprocessError
 
-#: By bytes.
-_UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+#: That one thread copies at once.
+_WIDEST_BYTES = 16
+#: By bytes of a unit: one of these, or two.
+_ITEMS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 
 
 def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
@@ -97,7 +100,7 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     if not moves:
         return
     landed = staging.data_ptr()
-    unit_bytes = gcd(landed, *(number for at, move in moves for number in (at, move.unit_bytes)))
+    unit_bytes = gcd(_WIDEST_BYTES, landed, *chain(*(_distances(*move) for move in moves)))
     axes = [_axes_of(move) for _, move in moves]
     axis_count = max(map(len, axes))
     width = len(_Row._fields) + axis_count * len(_Axis._fields)
@@ -131,7 +134,8 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     _copy[(len(tiles),)](
         uploaded([whole], staging.device)[0],
         whole.size - len(tiles),
-        UNIT=_UNITS[unit_bytes],
+        ITEM=_ITEMS[unit_bytes],
+        ITEMS=unit_bytes * 8 // _ITEMS[unit_bytes].primitive_bitwidth,
         AXES=axis_count,
         TILE=_TILE_UNITS,
     )
@@ -156,24 +160,10 @@ def is_right_on(device: torch.device) -> bool:
     """Returns True if the kernel runs on a device, and places there what indexing places.
 
     It is tried on a small copy of every kind: two layers, tokens before heads into heads
-    before tokens, and blocks of 6 tokens into blocks of 4.
+    before tokens, blocks of 6 tokens into blocks of 4; in units of 2 bytes and of 16.
     """
-    import torch
-
-    strides = CopyStrides(
-        2, CopyAxis(4, 96, 64), CopyAxis(6, 16, 4), (CopyAxis(2, 2, 2), CopyAxis(4, 4, 16))
-    )
-    blocks = BlockList(np.array([2, 0, 1, 3]), 6), BlockList(np.array([5, 1, 0, 4, 2]), 4)
-    segments = pair_blocks(*blocks, 1, 20)
-    staging = torch.arange(2 * 4 * 96, device=device).to(torch.uint8)
-    found, expected = torch.zeros(2, 2 * 6 * 64, dtype=torch.uint8, device=device)
     try:
-        for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
-            address = memory.data_ptr()
-            into = Bytes(address, memory)
-            layers = ((0, address), (4 * 96, address + 6 * 64))
-            place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
-        is_right = bool(torch.equal(found, expected))
+        is_right = all(_is_right_in(device, item_bytes) for item_bytes in (2, _WIDEST_BYTES))
     except (RuntimeError, *NO_KERNEL) as error:
         _LOG.warning(
             "Triton's kernel does not run on %s: copies take more launches: %s", device, error
@@ -186,6 +176,26 @@ def is_right_on(device: torch.device) -> bool:
             device,
         )
     return is_right
+
+
+def _is_right_in(device: torch.device, item: int) -> bool:
+    """Returns True if the kernel places items of so many bytes as indexing does."""
+    import torch
+
+    heads, tokens = CopyAxis(2, item, item), CopyAxis(4, 2 * item, 8 * item)
+    strides = CopyStrides(
+        item, CopyAxis(4, 48 * item, 32 * item), CopyAxis(6, 8 * item, 2 * item), (heads, tokens)
+    )
+    blocks = BlockList(np.array([2, 0, 1, 3]), 6), BlockList(np.array([5, 1, 0, 4, 2]), 4)
+    segments = pair_blocks(*blocks, 1, 20)
+    staging = torch.arange(2 * 4 * 48 * item, device=device).to(torch.uint8)
+    found, expected = torch.zeros(2, 2 * 6 * 32 * item, dtype=torch.uint8, device=device)
+    for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
+        address = memory.data_ptr()
+        into = Bytes(address, memory)
+        layers = ((0, address), (4 * 48 * item, address + 6 * 32 * item))
+        place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
+    return bool(torch.equal(found, expected))
 
 
 class _BlockNumbers:
@@ -209,6 +219,13 @@ class _BlockNumbers:
         return start
 
 
+def _distances(address: int, move: Move) -> Iterator[int]:
+    """Yields what all places of a move are sums of, and its runs' length."""
+    yield from (address, move.run_bytes)
+    for side in (move.source, move.target):
+        yield from (side.offset, side.step, *side.strides)
+
+
 def _axes_of(move: Move) -> list[_Axis]:
     """Returns the axes of a move, the innermost first, without those of one item."""
     sides = zip(_strides_of(move.source), _strides_of(move.target), strict=True)
@@ -225,8 +242,16 @@ def _strides_of(side: Side) -> Iterator[tuple[int, int, int]]:
         yield size, stride, 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy(table, tiles_at, UNIT: tl.constexpr, AXES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+# Else Triton compiles another kernel where the table's size is a multiple of 16, in a request.
+@triton.jit(do_not_specialize=["tiles_at"])  # type: ignore[untyped-decorator]
+def _copy(  # type: ignore[no-untyped-def]
+    table,
+    tiles_at,
+    ITEM: tl.constexpr,  # noqa: N803
+    ITEMS: tl.constexpr,  # noqa: N803
+    AXES: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
     """Copies one tile of one move. The order of a row's numbers is that of `_Row` and `_Axis`."""
     program = tl.program_id(0)
     row = table + tl.load(table + tiles_at + program) * (9 + 5 * AXES)
@@ -235,7 +260,7 @@ def _copy(table, tiles_at, UNIT: tl.constexpr, AXES: tl.constexpr, TILE: tl.cons
     is_inside = unit < tl.load(row + 1).to(tl.int32)
     run_units = tl.load(row + 2).to(tl.int32)
     rest = unit // run_units
-    source = (unit - rest * run_units).to(tl.int64) * (UNIT.primitive_bitwidth // 8)
+    source = (unit - rest * run_units).to(tl.int64) * (ITEM.primitive_bitwidth // 8 * ITEMS)
     target = source
     source_number = tl.full((TILE,), 0, tl.int64)
     target_number = tl.full((TILE,), 0, tl.int64)
@@ -253,6 +278,11 @@ def _copy(table, tiles_at, UNIT: tl.constexpr, AXES: tl.constexpr, TILE: tl.cons
     target_block = tl.load(table + tl.load(row + 8) + target_number, mask=is_inside, other=0)
     source += tl.load(row + 3) + source_block * tl.load(row + 5)
     target += tl.load(row + 4) + target_block * tl.load(row + 6)
-    pointer = tl.pointer_type(UNIT)
-    found = tl.load(source.to(pointer), mask=is_inside)
-    tl.store(target.to(pointer), found, mask=is_inside)
+    # One access for all items of a unit: Triton has to know that they are aligned.
+    pointer: tl.constexpr = tl.pointer_type(ITEM)
+    unit_bytes: tl.constexpr = ITEM.primitive_bitwidth // 8 * ITEMS
+    item = tl.arange(0, ITEMS)[None, :]
+    source = tl.multiple_of(source.to(pointer), unit_bytes)[:, None] + item
+    target = tl.multiple_of(target.to(pointer), unit_bytes)[:, None] + item
+    found = tl.load(source, mask=is_inside[:, None])
+    tl.store(target, found, mask=is_inside[:, None])

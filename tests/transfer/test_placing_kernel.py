@@ -8,11 +8,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
+from kvpatch.geometry.segments import BlockList, pair_blocks
+from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.caches import placing_on
+from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
 from tests.geometry.interpreted_kernel import interpreted_kernel
 
@@ -94,7 +99,24 @@ def test_one_that_does_not_compile_later_is_left_out(
 
     monkeypatch.setattr(kernel, "_copy", NoKernel())
     monkeypatch.setattr(kernel, "place_by_kernel", as_in_a_read)
-    assert kernel.is_right_on(CPU), "it places what indexing places"
+    assert kernel._is_right_in(CPU, 2), "it places what indexing places"
+
+
+def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
+    """Into a cache of 6 GiB, of which three blocks are ever touched."""
+    block_bytes, blocks, tokens = 2048, 3 * 2**20, 16
+    cache = torch.empty(block_bytes * blocks, dtype=torch.uint8)
+    staging = torch.arange(3 * block_bytes).mul(7).to(torch.uint8)
+    strides = CopyStrides(2, CopyAxis(blocks, block_bytes, block_bytes), CopyAxis(tokens, 128, 128),
+                          (CopyAxis(64, 2, 2),))  # fmt: skip
+    ids = np.array([blocks - 1, 2**20 + 1, 0])
+    segments = pair_blocks(BlockList(np.arange(3), tokens), BlockList(ids, tokens), 0, 3 * tokens)
+    placement = Placement("", 0, cache.data_ptr(), strides, segments)
+
+    kernel.place_by_kernel(staging, [(Bytes(cache.data_ptr(), cache), placement)])
+
+    placed = [cache[number * block_bytes :][:block_bytes] for number in ids.tolist()]
+    assert torch.equal(torch.cat(placed), staging)
 
 
 def test_more_than_it_can_count_is_refused(
@@ -106,9 +128,11 @@ def test_more_than_it_can_count_is_refused(
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("unit", ["int8", "int64"])
-def test_it_compiles_to_a_gpus_code(kernel: ModuleType, capability: int, unit: str) -> None:
-    """By the compiler that Triton brings, for a GPU that is not here."""
+@pytest.mark.parametrize(("item", "items"), [("int8", 1), ("int64", 1), ("int64", 2)])
+def test_it_compiles_to_a_gpus_code(
+    kernel: ModuleType, capability: int, item: str, items: int
+) -> None:
+    """By the compiler that Triton brings, for a GPU that is not here; 16 bytes at once."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -116,8 +140,15 @@ def test_it_compiles_to_a_gpus_code(kernel: ModuleType, capability: int, unit: s
     source = ASTSource(
         fn=triton.JITFunction(kernel._copy.fn),
         signature={"table": "*i64", "tiles_at": "i32"}
-        | dict.fromkeys(("UNIT", "AXES", "TILE"), "constexpr"),
-        constexprs={"UNIT": getattr(triton.language, unit), "AXES": 5, "TILE": 1024},
+        | dict.fromkeys(("ITEM", "ITEMS", "AXES", "TILE"), "constexpr"),
+        constexprs={
+            "ITEM": getattr(triton.language, item),
+            "ITEMS": items,
+            "AXES": 5,
+            "TILE": 1024,
+        },
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert len(made.asm["cubin"]) > 1000
+    assert ("ld.global.v2.b64" in made.asm["ptx"]) == (items == 2)
+    assert ("st.global.v2.b64" in made.asm["ptx"]) == (items == 2)
