@@ -1,4 +1,4 @@
-"""What handshakes leave open of a peer's blocks: P's kvpatch states it, or D fills it in.
+"""Fills in what handshakes leave open of a peer's blocks, on both sides.
 
 P's kvpatch states it, or the handshake does, or the operator declares it, in this order. What is
 still open is taken for ours, and named: such a peer is a like engine, or it is refused.
