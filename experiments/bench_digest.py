@@ -22,7 +22,8 @@ from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.progress import track
 from rich.table import Table
 
-from kvpatch.checks.digests.cache_digests import SLICE_BYTES, DigestPiece, TableTokens
+from kvpatch.checks.digests.cache_digests import SLICE_BYTES, TableTokens, sums_of
+from kvpatch.checks.digests.digest_pieces import DigestPiece
 from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
@@ -169,7 +170,7 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
     ]
     with Moved() as counted:
         for piece in Request(cache, tokens, "meta").pieces():
-            piece.sums()
+            sums_of(piece)
     return Row(
         cache.name, cache.layout, size / _MIB, tokens,
         statistics.median(copied for copied, _ in turns),

@@ -236,7 +236,7 @@ def _in_front_of_gap(
     answer. P's list has the null block for what is between them, which would be read as data.
     """
     named = groups(params.get("remote_block_ids") or ())
-    if not any(0 in blocks for blocks in named):
+    if not facts.has_cache_groups or not any(0 in blocks for blocks in named):
         return held
     number = counted_group(scheduler, facts)
     if number is None or number >= len(named) or window_alone(scheduler) is not None:

@@ -26,6 +26,8 @@ _HASH_BYTES = 6
 _MOST_HASHES = 64
 #: Hashes are a multiple of so many tokens apart.
 _STEP_TOKENS = 16
+#: What vLLM calls embeddings that stand for an image; some models call pixels by longer names.
+_EMBEDDINGS = frozenset(("image_embeds", "video_embeds", "audio_embeds"))
 _FORM = re.compile(
     r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})(?:/([0-9A-Za-z_-]{1,512}))?"
 )
@@ -60,22 +62,39 @@ class StatedPrompt:
             names_images: False where names of images do not follow from their content.
         """
         tokens = _prompt(request)
-        if not self.chain or tokens is None:
+        if tokens is None:
             return None
-        chain, of_tokens = self.chain, bool(self.token_chain) and not _has_images(request)
-        if of_tokens:
-            chain = self.token_chain
-        elif not _is_named(request, names_images):
+        if self.lacks_images(request):
+            return self._common(self.token_chain, _token_hashes(tokens, self._places(tokens)))
+        if not self.chain or not _is_named(request, names_images):
             return None
+        return self._common(self.chain, _hashes(request, tokens, self._places(tokens)))
+
+    def lacks_images(self, request: Any) -> bool:
+        """True if a request has not got the images of this prompt: D cannot compute it.
+
+        In place of images it may have embeddings, which a router made up.
+        """
+        images = getattr(request, "mm_features", None)  # from 0.11.0 on
+        tokens = _prompt(request)
+        if images is None or tokens is None or not self.token_chain:
+            return False
+        if not all(image.data and not _EMBEDDINGS.isdisjoint(image.data) for image in images):
+            return False
+        places = self._places(tokens)
+        common = self._common(self.chain, _hashes(request, tokens, places)) if images else 0
+        return not places or common != places[-1]
+
+    def _places(self, tokens: list[int]) -> list[int]:
         every = _places(self.tokens, self.prompt_tokens)
-        places = [place for place in every if place <= len(tokens)]
+        return [place for place in every if place <= len(tokens)]
+
+    def _common(self, chain: bytes, own: Iterator[bytes]) -> int:
         found = 0
-        own_hashes = _token_hashes if of_tokens else _hashes
-        for number, own in enumerate(own_hashes(request, tokens, places)):
-            start = number * _HASH_BYTES
-            if own != chain[start : start + _HASH_BYTES]:
+        for number, one in enumerate(own):
+            if one != chain[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
                 break
-            found = places[number]
+            found = _places(self.tokens, self.prompt_tokens)[number]
         return found
 
 
@@ -91,16 +110,16 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
         names_images: False where names of images do not follow from their content.
     """
     known = _prompt(request)
-    if known is None or not _is_named(request, names_images):
+    is_named, has_images = _is_named(request, names_images), getattr(request, "mm_features", None)
+    if known is None or not (is_named or has_images):
         return StatedPrompt(tokens, tokens, b"")
     prompt_tokens = min(tokens, len(known))
     if tokens > len(known):  # nobody has computed the keys and values of the last token
         known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
     tokens = min(tokens, len(known))
     places = _places(tokens, prompt_tokens)
-    chain, token_chain = b"".join(_hashes(request, known, places)), b""
-    if getattr(request, "mm_features", None):
-        token_chain = b"".join(_token_hashes(request, known, places))
+    chain = b"".join(_hashes(request, known, places)) if is_named else b""
+    token_chain = b"".join(_token_hashes(known, places)) if has_images else b""
     return StatedPrompt(tokens, prompt_tokens, chain, token_chain)
 
 
@@ -120,9 +139,9 @@ def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
 
 
 def lacks_images(request: Any) -> bool:
-    """True if a request of D's has not got the images of P's prompt: D cannot compute it."""
+    """True if a request of D's has not got the images of the prompt that its answer of P states."""
     stated = read_prompt(request.kv_transfer_params or {})
-    return stated is not None and bool(stated.token_chain) and not _has_images(request)
+    return stated is not None and stated.lacks_images(request)
 
 
 def _prompt(request: Any) -> list[int] | None:
@@ -152,15 +171,6 @@ def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
     return not images or (names_images and all(image.identifier for image in images))
 
 
-def _has_images(request: Any) -> bool:
-    """True if a request brings images, and not embeddings in their place."""
-    images = getattr(request, "mm_features", None)  # from 0.11.0 on
-    if images is None:
-        return bool(request.has_encoder_inputs)
-    named = (name for image in images for name in image.data or ())
-    return bool(images) and not any(name.endswith("_embeds") for name in named)
-
-
 def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
     """Yields the hash of a request's first tokens, for each of these numbers of tokens."""
     adapter = request.lora_request
@@ -169,7 +179,7 @@ def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[byte
     return _hashes_of(name, images, tokens, places)
 
 
-def _token_hashes(_: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
+def _token_hashes(tokens: list[int], places: list[int]) -> Iterator[bytes]:
     """Yields them of the tokens alone: vLLM may choose an adapter by the kind of an image."""
     return _hashes_of(None, [], tokens, places)
 

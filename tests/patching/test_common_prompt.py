@@ -72,7 +72,7 @@ def test_a_second_one_without_images_loads_where_no_cache_has_them(
     first, second = _Request(0), _Request(1)
     for request in (first, second):
         request.kv_transfer_params[FIELD] = "1/2/2/AAAAAAAA/AAAAAAAA"
-        vars(request).update(mm_features=[])
+        vars(request).update(prompt_token_ids=[1, 2], mm_features=[])
     assert not loads.is_again(scheduler, first)
     assert loads.is_again(scheduler, second) != loads_too
 
@@ -209,6 +209,18 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
 
     assert PromptLoads().plan(scheduler, request, 0, min(145, prompt)) == loaded
     assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
+
+
+def test_a_window_names_the_null_block_where_no_scheduler_knows_its_groups() -> None:
+    """<= 0.17, of a model whose layers all have windows."""
+    request, scheduler = _Request(), _scheduler("0.17.1")
+    scheduler.block_size = 16
+    scheduler.vllm_config.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    request.num_tokens = 64
+    request.kv_transfer_params |= {"remote_block_ids": [0, 0, 7, 8], "remote_engine_id": "P"}
+    assert PromptLoads().plan(scheduler, request, 0, 64) == 64
 
 
 @pytest.mark.parametrize(

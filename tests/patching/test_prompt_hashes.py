@@ -97,7 +97,10 @@ def test_adapters_and_images_are_told_apart() -> None:
 _NOISE = _image(40, "noise of this request", ("image_embeds", "image_grid_thw"))
 
 
-@pytest.mark.parametrize("own", [(), (_NOISE,)])
+_PHI = ("input_image_embeds", "image_attention_mask")  # pixels, whatever their name says
+
+
+@pytest.mark.parametrize("own", [(), (_NOISE,), (_NOISE, _NOISE)])
 @pytest.mark.parametrize("adapter", ["", "chosen by the image"])
 def test_a_d_without_images_is_compared_by_its_tokens(own: tuple[Any, ...], adapter: str) -> None:
     """Some routers send D P's tokens alone: what D would compute there is of no image."""
@@ -116,12 +119,28 @@ def test_a_d_without_images_is_compared_by_its_tokens(own: tuple[Any, ...], adap
 
 def test_who_has_images_or_needs_none_lacks_none() -> None:
     tokens, image = list(range(100)), _image(40, "cat")
-    for at_p, at_d in (((image,), (_image(40, "dog", None),)), ((), ()), ((), (_NOISE,))):
+    given = _image(40, "cat", ("image_embeds",))
+    for at_p, at_d in (
+        ((image,), (_image(40, "dog", None),)),
+        ((image,), (_image(40, "dog", _PHI),)),
+        ((image,), (_NOISE, _image(60, "dog"))),
+        ((given,), (given,)),
+        ((), ()),
+        ((), (_NOISE,)),
+    ):
         request = _request(tokens, images=at_d)
         stated = state_prompt(_request(tokens, images=at_p), 100, names_images=True)
         request.kv_transfer_params = {FIELD: str(stated)}
         assert not lacks_images(request)
     assert not lacks_images(SimpleNamespace(kv_transfer_params=None))
+
+
+def test_a_p_that_names_no_images_is_compared_by_its_tokens() -> None:
+    """Without a prefix cache: by a D that has no images; one that has them loads as stock does."""
+    tokens, image = list(range(100)), _image(40, "1")
+    stated = state_prompt(_request(tokens, images=(image,)), 100, names_images=False)
+    assert stated.common_tokens(_request([*tokens[:50], 7]), names_images=True) == 48
+    assert stated.common_tokens(_request(tokens, images=(image,)), names_images=True) is None
 
 
 @pytest.mark.parametrize("names_images", [True, False])

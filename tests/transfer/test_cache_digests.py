@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests import cache_digests
-from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
+from kvpatch.checks.digests import cache_digests, digest_pieces
+from kvpatch.checks.digests.cache_digests import TableTokens, memories_of, sums_of
+from kvpatch.checks.digests.digest_pieces import device_sums, host_sums
 from kvpatch.checks.digests.digests import Digests, Weights, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
@@ -86,7 +87,7 @@ def test_a_cache_that_is_read_in_slices_has_the_same_sums(
     request = request_of()
     whole = Engine(request, Rank()).digests(24)
     monkeypatch.setattr(cache_digests, "SLICE_BYTES", slice_bytes)
-    monkeypatch.setattr(cache_digests, "_HOST_SLICE_BYTES", slice_bytes // 3)
+    monkeypatch.setattr(digest_pieces, "_HOST_SLICE_BYTES", slice_bytes // 3)
 
     assert as_numbers(Engine(request, Rank()).digests(24)) == as_numbers(whole)
 
@@ -239,6 +240,6 @@ def test_layers_are_summed_together(layout: str) -> None:
     with Operations() as counted:
         for alike in table.alike():
             for piece in table.pieces(alike, [(0, 1000)], 256, Weights(SEED)):
-                piece.sums()
+                sums_of(piece)
 
     assert counted.count <= 20 * -(-sizes.total_bytes() // cache_digests.SLICE_BYTES)

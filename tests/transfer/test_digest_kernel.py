@@ -14,12 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.cache_digests import (
-    Alike,
-    DigestPiece,
-    TableTokens,
-    memories_of,
-)
+from kvpatch.checks.digests.cache_digests import TableTokens, memories_of, sums_of
+from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
 from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
@@ -57,7 +53,7 @@ def assert_sums(table: TableTokens, extent: tuple[int, int], range_tokens: int) 
     """Each piece has the sums by the kernel that it has on the host."""
     for alike in table.alike():
         for piece in table.pieces(alike, [extent], range_tokens, Weights(SEED)):
-            assert torch.equal(digest_kernel().sums_by_kernel(piece), piece.sums())
+            assert torch.equal(digest_kernel().sums_by_kernel(piece), piece.sums_by_torch())
 
 
 @settings(max_examples=15, deadline=None)
@@ -151,10 +147,10 @@ def test_a_device_with_triton_uses_it(kernel: ModuleType, monkeypatch: pytest.Mo
     alike = Alike(piece.alike.memory, piece.alike.planes)
     alike.memory = alike.memory._replace(memory=AsCuda(alike.memory.memory))
 
-    piece.sums()
+    sums_of(piece)
     assert not used, "negative control: memory of the host"
     on_device = piece._replace(alike=alike)
-    on_device.sums()
+    sums_of(on_device)
     assert used == [on_device]
 
 
@@ -205,7 +201,7 @@ def test_one_that_is_wrong_or_does_not_compile_is_not_used(
     monkeypatch.setattr(kernel, "_add_up", NoKernel())
     for _ in range(2):
         piece = some_piece()
-        assert torch.equal(kernel.sums_surely(piece), piece.sums())
+        assert torch.equal(kernel.sums_surely(piece), piece.sums_by_torch())
     assert len(launches) == 1
     said = "comes to other digests" if fault == "other sums" else fault
     assert said in caplog.text and len(caplog.records) == 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,9 +147,14 @@ def test_blocks_are_saved_after_the_step_that_fills_them(late: LateModule) -> No
 )
 def test_a_save_without_its_wait_is_of_other_bytes(late: LateModule, kind: type, wait: str) -> None:
     """Of what a block had before the step; or of nothing, where the copy is not waited for."""
-    real = HostPool._try
+    real = HostPool._save_and_look
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostPool, "_try", lambda self: (real(self), patch.setattr(kind, wait, no))[0])
+
+        def proven(pool: HostPool, *blocks: Any) -> None:
+            real(pool, *blocks)
+            patch.setattr(kind, wait, no)
+
+        patch.setattr(HostPool, "_save_and_look", proven)
         assert not Saved(late).is_right
 
 

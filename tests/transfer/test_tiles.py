@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import TableTokens, device_sums, host_sums, memories_of
+from kvpatch.checks.digests.cache_digests import TableTokens, memories_of
+from kvpatch.checks.digests.digest_pieces import device_sums, host_sums
 from kvpatch.checks.digests.digests import Weights, ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane

@@ -17,20 +17,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import gcd, prod
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
 from kvpatch.checks.digests.digests import (
-    HALF_BITS,
-    LOW_HALF,
-    WORD_BYTES,
     Digests,
     Extent,
-    UInt64Array,
     Weights,
     ranges_of,
     rows_of,
@@ -42,7 +37,6 @@ from kvpatch.geometry.state_shares import Rank
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
-from kvpatch.transfer.plane_bytes import in_units, uploaded
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.recurrent_state import StatePages, tensors_of
 
@@ -54,102 +48,6 @@ _LOG = logging.getLogger("kvpatch.digests")
 #: Of the cache at once; what is made of it takes twice as much more on a device. The thread that
 #: makes digests does nothing else for as long as that takes.
 SLICE_BYTES = 16 * 1024**2
-#: Of the cache at once on the host, for which a core's own cache has room.
-_HOST_SLICE_BYTES = 512 * 1024
-_WIDEST_BYTES = 8
-
-
-class Alike:
-    """Planes that differ only in where their blocks lie, and how a block of theirs is walked.
-
-    Attributes:
-        row_bytes: the bytes of one token of one head.
-        block_bytes: the bytes of one block of one plane.
-        first: the lowest address of a plane.
-        step: bytes from one block number to the next.
-        unit: bytes that all distances are multiples of.
-        axes: (size, stride in units) of heads, tokens, channels and contiguous units.
-    """
-
-    def __init__(self, memory: Bytes, planes: Sequence[Plane]) -> None:
-        self.memory, self.planes, plane = memory, planes, planes[0]
-        self.row_bytes = plane.counts.channels * plane.item_bytes
-        self.block_bytes = plane.counts.heads * plane.counts.block_tokens * self.row_bytes
-        self.first = min(plane.address for plane in planes)
-        apart = (plane.address - self.first for plane in planes)
-        # Every distance between two blocks is a multiple of it.
-        self.step = gcd(*apart, *(one.strides_bytes.block for one in planes)) or _WIDEST_BYTES
-        _, *outer, (channels, stride) = plane.axes
-        if channels > 1 and stride != plane.item_bytes:
-            outer, piece = [*outer, (channels, stride)], plane.item_bytes
-        else:
-            piece = channels * plane.item_bytes
-        offsets = memory.address, self.first - memory.address, self.step
-        unit = gcd(_WIDEST_BYTES, *offsets, piece, *(stride for _, stride in outer))
-        self.unit, self.axes = unit, [*((n, stride // unit) for n, stride in outer)]
-        self.axes.append((piece // unit, 1))
-
-    def numbers(self, block_ids: Int64Array) -> Int64Array:
-        """[plane, block] in steps from the first."""
-        apart = [(plane.address - self.first) // self.step for plane in self.planes]
-        strides = [plane.strides_bytes.block // self.step for plane in self.planes]
-        return np.array(apart)[:, None] + np.array(strides)[:, None] * block_ids
-
-    def view(self, end: int) -> torch.Tensor:
-        """[number, head, token, units] of memory, up to the last number that is asked for.
-
-        Of tiled planes tokens and units are several axes each.
-        """
-        sizes, strides = zip(*self.axes, strict=True)
-        memory, unit = self.memory.memory, self.unit
-        start = memory.storage_offset() + self.first - self.memory.address
-        return in_units(memory, unit).as_strided(
-            (end, *sizes), (self.step // unit, *strides), start // unit
-        )
-
-
-class DigestPiece(NamedTuple):
-    """The part of the cache that is read at once.
-
-    Attributes:
-        planes: which of the planes.
-        ranges: which of the ranges.
-        numbers: the numbers of their blocks.
-        words: the weights of a row's words.
-        rows: the weights of these rows; a token has one row or several.
-        borders: the borders of the ranges, in rows of the piece.
-    """
-
-    alike: Alike
-    planes: slice
-    ranges: slice
-    numbers: Int64Array
-    words: UInt64Array
-    rows: UInt64Array
-    borders: Int64Array
-
-    def sums(self) -> torch.Tensor:
-        """[plane, head, range], on the device, in its current stream."""
-        if self.alike.memory.memory.device.type == "cuda":  # ROCm's devices too
-            try:
-                from kvpatch.checks.digests.digest_kernel import sums_surely
-            except ImportError:
-                _LOG.debug("torch came without Triton: digests take longer", exc_info=True)
-            else:
-                return sums_surely(self)
-        return self.sums_by_torch()
-
-    def sums_by_torch(self) -> torch.Tensor:
-        """Does :meth:`sums` by several operations of torch's, or of numpy's on the host."""
-        counts, device = self.alike.planes[0].counts, self.alike.memory.memory.device
-        view = self.alike.view(int(self.numbers.max()) + 1)
-        sent = self.words.view(np.int64), self.rows.view(np.int64), self.borders, self.numbers
-        words, rows, borders, numbers = uploaded(sent, device)
-        if device.type == "cpu":
-            sums = host_sums(view, self.numbers, self.words, counts.block_tokens)
-        else:
-            sums = device_sums(view, numbers, words, counts.block_tokens)
-        return _range_sums(sums.view(*self.numbers.shape, *sums.shape[1:]), rows, borders)
 
 
 @dataclass(frozen=True)
@@ -237,7 +135,7 @@ class TableTokens:
             shape = len(alike.planes), alike.planes[0].counts.heads, len(ranges)
             cells = np.zeros(shape, dtype=np.uint64)
             for piece in self.pieces(alike, extents, range_tokens, weights):
-                cells[piece.planes, :, piece.ranges] += piece.sums().cpu().numpy().view(np.uint64)
+                cells[piece.planes, :, piece.ranges] += sums_of(piece).cpu().numpy().view(np.uint64)
                 if not goes_on():
                     return None
             heads += [
@@ -307,74 +205,16 @@ def memories_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bytes]:
     return {layer: everything or storage_of(tensor) for layer, tensor in tensors.items()}
 
 
-def device_sums(
-    view: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, tokens: int
-) -> torch.Tensor:
-    """[number, head, row] of the words' sums.
-
-    Args:
-        tokens: of a number.
-    """
-    import torch
-    from torch.nn.functional import pad
-
-    found = view.index_select(0, numbers.flatten())
-    rows = found.reshape(*found.shape[:2], tokens, -1)
-    missing = -rows.shape[3] * rows.element_size() % (weights.numel() * WORD_BYTES)
-    if missing:
-        rows = pad(rows.view(torch.uint8), (0, missing))
-    words = rows.view(torch.int32).unflatten(3, (-1, weights.numel()))
-    return (words * weights).sum(-1).flatten(2)
-
-
-def host_sums(
-    view: torch.Tensor, numbers: Int64Array, weights: UInt64Array, tokens: int
-) -> torch.Tensor:
-    """Computes :func:`device_sums` on the host, in pieces that fit into a core's own cache."""
-    import torch
-
-    at_once = max(1, _HOST_SLICE_BYTES // (prod(view.shape[1:]) * view.element_size()))
-    wanted, cache = numbers.reshape(-1), view.numpy()
-    sums = [
-        np.einsum(  # to uint64: widened by their sign, and what goes beyond 64 bits is dropped
-            "nhtrw,w->nhtr",
-            _words(cache[wanted[start : start + at_once]], weights.size, tokens),
-            weights,
-            dtype=np.uint64,
-            casting="unsafe",
-        )
-        for start in range(0, wanted.size, at_once)
-    ]
-    return torch.from_numpy(np.concatenate(sums).view(np.int64)).flatten(2)
-
-
-def _words(rows: npt.NDArray[Any], words: int, tokens: int) -> npt.NDArray[np.int32]:
-    """[number, head, token, row, word]."""
-    rows = rows.reshape(*rows.shape[:2], tokens, -1)
-    if rows.strides[-1] != rows.itemsize:
-        rows = np.ascontiguousarray(rows)
-    raw = rows.view(np.uint8)
-    missing = -raw.shape[-1] % (words * WORD_BYTES)
-    if missing:
-        raw = np.pad(raw, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    found: npt.NDArray[np.int32] = raw.view(np.int32).reshape(*rows.shape[:3], -1, words)
-    return found
-
-
-def _range_sums(sums: torch.Tensor, weights: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
-    """[plane, head, range] of rows [plane, block, head, row of the block].
-
-    Args:
-        weights: [half, row of all blocks].
-        borders: of the ranges, in rows of all blocks.
-    """
-    import torch
-    from torch.nn.functional import pad
-
-    low, high = weights.view(2, sums.shape[1], 1, sums.shape[3])
-    weighed = torch.addcmul((sums & LOW_HALF) * low, sums >> HALF_BITS, high)
-    up_to = pad(weighed.transpose(1, 2).flatten(2).cumsum(2), (1, 0)).index_select(2, borders)
-    return up_to[..., 1:] - up_to[..., :-1]
+def sums_of(piece: DigestPiece) -> torch.Tensor:
+    """[plane, head, range], on the device, in its current stream."""
+    if piece.alike.memory.memory.device.type == "cuda":  # ROCm's devices too
+        try:
+            from kvpatch.checks.digests.digest_kernel import sums_surely
+        except ImportError:
+            _LOG.debug("torch came without Triton: digests take longer", exc_info=True)
+        else:
+            return sums_surely(piece)
+    return piece.sums_by_torch()
 
 
 class DigestStream:

@@ -2,7 +2,7 @@
 
 Each program sums a few tokens of a few heads, all words of a row at once, and adds each head's sum
 to a cell. All numbers are whole and wrap at 64 bits, so the order in which programs add does not
-matter. ``cache_digests.py`` does the same by torch's operations: this is compared with it, and it
+matter. ``digest_pieces.py`` does the same by torch's operations: this is compared with it, and it
 is what devices without Triton use.
 """
 
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpatch.checks.digests.cache_digests import DigestPiece
+from kvpatch.checks.digests.digest_pieces import DigestPiece
 from kvpatch.checks.digests.digests import WORD_BYTES, rows_of
 from kvpatch.transfer.placing_kernel import NO_KERNEL
 from kvpatch.transfer.plane_bytes import uploaded
@@ -31,8 +31,8 @@ _HEADS = 4
 _WORDS = 4096
 #: By bytes.
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
-#: By device, unit and words of a row: True if the kernel came to the sums that torch came to.
-_is_right: dict[tuple[torch.device, int, int], bool] = {}
+#: By device, unit, words of a row and axes: True if the kernel came to the sums of torch.
+_is_right: dict[tuple[torch.device, int, int, int, int], bool] = {}
 
 
 def sums_surely(piece: DigestPiece) -> torch.Tensor:
@@ -42,7 +42,8 @@ def sums_surely(piece: DigestPiece) -> torch.Tensor:
     ways.
     """
     alike = piece.alike
-    kind = alike.memory.memory.device, alike.unit, rows_of(alike.row_bytes)[1]
+    axes = len(alike.axes), len(alike.planes[0].token_axes)
+    kind = (alike.memory.memory.device, alike.unit, rows_of(alike.row_bytes)[1], *axes)
     if not _is_right.get(kind, True):
         return piece.sums_by_torch()
     try:
