@@ -228,6 +228,8 @@ class ReleaseFacts:
     server_arguments: str = ""
     #: the engine's core groups layers before it plans their memory.
     groups_layers_first: bool = False
+    #: ``--kv-transfer-config`` may have the fields of older connectors, such as ``kv_rank``.
+    takes_kv_rank: bool = True
 
     @property
     def states_layout(self) -> bool:
@@ -667,6 +669,7 @@ _0_32_0 = replace(
     connector_version=14,
     agent_metadata=_0_31_0.agent_metadata | {"ple_block_len"},
     pairs_heads_by_layout=True,
+    takes_kv_rank=False,
 )
 _0_33_0 = replace(
     _0_32_0,
