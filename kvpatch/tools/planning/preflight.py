@@ -115,6 +115,10 @@ def _activation(engine: PlannedEngine) -> Iterator[Finding]:
     if engine.has_kvpatch and "kvpatch" not in settings.listed(plugins):
         what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
         yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
+    switch = {settings.ENABLE: variables.get(settings.ENABLE, "")}
+    for error in settings.errors(variables if engine.has_kvpatch else switch):
+        what, name = error.rpartition(": ")[0], error.partition("=")[0]
+        yield Finding("error", role, what, f"correct {name}, or unset it")
     asks = [name for name in variables if name.startswith("KVPATCH_")]
     if asks and not engine.has_kvpatch:
         what = f"{asks[0]} is set, and {settings.ENABLE} is not"
