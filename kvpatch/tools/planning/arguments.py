@@ -160,6 +160,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise BadOptions(
             f"{path} cannot be read: {reason}", "give a YAML file of arguments, or a description"
         ) from None
+    if isinstance(content, str):
+        reason = f"{path} has a text, {content!r:.80}: expected lines such as `block-size: 128`"
+        raise BadOptions(reason, "write a line for each option, or give a command to describe")
     return dict(as_mapping({} if content is None else content, str(path)))
 
 
