@@ -238,6 +238,8 @@ class ReleaseFacts:
     server_arguments: str = ""
     #: the engine's core groups layers before it plans their memory.
     groups_layers_first: bool = _since("0.33.0")
+    #: ``--kv-transfer-config`` may have the fields of older connectors, such as ``kv_rank``.
+    takes_kv_rank: bool = _since("0.10.0", "0.32.0")
 
     @property
     def states_layout(self) -> bool:

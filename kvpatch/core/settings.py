@@ -61,8 +61,8 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 # --- how a text is read ---------------------------------------------------------------------
 
-#: What reads each variable.
-_READERS: dict[str, Callable[[], object]] = {}
+#: What reads the text of each variable.
+_PARSERS: dict[str, Callable[[str, str], object]] = {}
 
 
 def _setting(name: str, parse: Callable[[str, str], T]) -> Callable[[], T]:
@@ -71,7 +71,7 @@ def _setting(name: str, parse: Callable[[str, str], T]) -> Callable[[], T]:
     def read() -> T:
         return parse(name, os.environ.get(name, ""))
 
-    _READERS[name] = read
+    _PARSERS[name] = parse
     return read
 
 
@@ -225,7 +225,7 @@ staging_bytes = _setting(STAGING_BYTES, _bytes(DEFAULT_STAGING_BYTES))
 transfer_mode = _setting(TRANSFER, _choice("auto", "direct", "staged"))
 
 #: All that engines read, but for :data:`ENABLE`.
-NAMES = tuple(sorted(_READERS.keys() - {ENABLE}))
+NAMES = tuple(sorted(_PARSERS.keys() - {ENABLE}))
 
 
 # --- variables of others --------------------------------------------------------------------
@@ -279,14 +279,19 @@ def to_copy() -> tuple[str, ...]:
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
 
 
-def errors() -> list[str]:
-    """Returns a sentence for every variable whose value kvpatch cannot take."""
+def errors(given: Mapping[str, str] | None = None) -> list[str]:
+    """Returns a sentence for every variable whose value kvpatch cannot take.
+
+    Args:
+        given: the variables of another process; None for those of this one.
+    """
     from kvpatch.core.errors import SettingsError
 
+    variables = os.environ if given is None else given
     found = []
-    for read in _READERS.values():
+    for name, parse in _PARSERS.items():
         try:
-            read()
+            parse(name, variables.get(name, ""))
         except SettingsError as error:
             found.append(str(error))
     return found

@@ -547,6 +547,10 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "groups_layers_first": lambda s: (
         "get_global_kv_cache_groups(" in text(s.release, f"{_V1}.engine.core")
     ),
+    "takes_kv_rank": lambda s: any(
+        "    kv_rank: " in text(s.release, module)
+        for module in ("vllm.config.kv_transfer", "vllm.config")
+    ),
     "joins_in_groups": lambda s: (
         _has_cache_groups(s)
         and "HMA does not support different remote block size"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvpatch.tools.cli import app
 
-from .walk import write_side
+from .walk import TRANSFER, write_side
 
 pytestmark = pytest.mark.patching
 
@@ -100,10 +100,22 @@ def test_prefix_hits_are_told_apart(tmp_path):
         ({"about": {"platform": "tpu"}}, "not planned for: platform tpu"),
         ({"env": {"ENABLE_KVCACHED": "true"}}, "not planned for: the memory of kvcached"),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
-        ({"tensor_paralel_size": 2}, "did you mean tensor-parallel-size?"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head of FLASH_ATTN"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 of FLASH_ATTN: write the attention-backend"),
+        ({"attention_backend": "FLASHINFER"}, "backends FLASHINFER and FLASH_ATTN"),
+        (
+            {"about": {"release": "0.28.0"}, "env": {"VLLM_KV_CACHE_LAYOUT": "LBHNC"}},
+            "KV cache layout LBHNC: use HND or NHD",
+        ),
+        (
+            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_connector_extra_config": ["UCX"]})},
+            "kv_connector_extra_config is ['UCX']",
+        ),
+        ({"tensor_paralel_size": 2}, "did you mean tensor-parallel-size?): write that"),
+        ({"tp": 2}, "did you mean tensor-parallel-size?"),
         ({"no_such_thing": True}, "not planned for: --no-such-thing"),
         ({"calculate_kv_scales": True}, "they are not sent"),
-        ({"revision": "abc"}, "differ in --revision: None and abc"),
+        ({"revision": "abc"}, "does not compare: use one --revision on both sides"),
         ({"env": {"VLLM_SOMETHING": "1"}}, "not planned for: VLLM_SOMETHING"),
         ({"env": {"KVPATCH_TRANSFR": "direct"}}, "did you mean KVPATCH_TRANSFER?"),
         ({"env": {"KVPATCH_ACCEPT": "vllm_version"}}, "not planned for: KVPATCH_ACCEPT: leave"),
@@ -139,6 +151,14 @@ def test_what_is_of_no_matter_is_let_be(tmp_path):
     [
         ({"tensor_parallel_size": 3}, "3 ranks cannot share 32 heads and 8 KV heads"),
         ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "both"}'}, "'both'"),
+        (
+            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_rank": 1, "kv_ip": "10.0.0.2"})},
+            "vLLM 0.32.0 has no kv_ip, kv_rank",
+        ),
+        (
+            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_bufer_device": "cuda"})},
+            "kv_bufer_device (did you mean kv_buffer_device?)",
+        ),
     ],
 )
 def test_an_engine_that_does_not_start_is_status_1(tmp_path, changes, says):
@@ -148,6 +168,23 @@ def test_an_engine_that_does_not_start_is_status_1(tmp_path, changes, says):
 
     assert status == 1
     assert says in output
+
+
+def test_older_releases_take_the_rank_of_a_connector(tmp_path):
+    more = {"kv_transfer_config": json.dumps({**TRANSFER, "kv_rank": 1, "kv_parallel_size": 2})}
+    about = {"release": "0.31.0"}
+    p, d = (write_side(tmp_path, role, block_size=64, about=about, **more) for role in "pd")
+
+    assert _plan(p, d)[0] == 0
+
+
+def test_a_command_is_no_file_of_arguments(tmp_path):
+    p, d = write_side(tmp_path, "p"), tmp_path / "d.yaml"
+    d.write_text("VLLM_KV_CACHE_LAYOUT=HND vllm serve m \\\n  --block-size 128\n")
+
+    status, output = _plan(p, d)
+
+    assert status == 2 and "expected lines such as" in output and "JSON" not in output
 
 
 def test_a_file_that_is_no_yaml_is_status_2(tmp_path):

@@ -139,6 +139,11 @@ def test_flashinfers_large_blocks_are_cut(tmp_path):
     engine = _engine(tmp_path, "p", about={"attention-backend": "FLASHINFER"}, block_size=128)
 
     assert (engine.kernel_tokens, engine.parts) == (64, 2)
+    assert any("Blackwell" in line for line in engine.assumed)
+
+
+def test_a_release_may_lack_its_last_zero(tmp_path):
+    assert _engine(tmp_path, "p", about={"release": 0.32}).facts.release == "0.32.0"
 
 
 def test_a_size_that_no_kernel_takes_is_refused(tmp_path):

@@ -82,6 +82,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
     "settings of kvpatch's while it is off": (
         {}, {"env": {"KVPATCH_DIGEST": "all"}}, ("warning", "D", "KVPATCH_DIGEST is set"),
     ),
+    "a value that kvpatch cannot take": (
+        {}, {"env": {"ENABLE_KVPATCH": "true", "KVPATCH_DIGEST": "some"}},
+        ("error", "D", "KVPATCH_DIGEST='some' is not one of off, sample, all"),
+    ),
+    "a switch that is neither on nor off": (
+        {}, {"env": {"ENABLE_KVPATCH": "on"}}, ("error", "D", "ENABLE_KVPATCH='on' is neither"),
+    ),
     "Ray": (
         {}, {"distributed_executor_backend": "ray", "env": {"ENABLE_KVPATCH": "true"}},
         ("warning", "D", "its workers are Ray's"),

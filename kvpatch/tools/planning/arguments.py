@@ -41,6 +41,9 @@ _FAMILIES = (
 #: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
 _OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 _LEAVE_OUT = "leave it out of the file to have the rest planned"
+_CORRECT = "write that, or leave it out"
+#: Options that vLLM takes behind one hyphen, which no file may have.
+_SHORT = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
 #: The cure where vLLM itself knows more than a plan.
 DESCRIBE = "run kvpatch describe on a machine with that vLLM (>= 0.29) and give its file"
 
@@ -145,16 +148,18 @@ def check_names(arguments: EngineArguments) -> None:
     source = arguments.source
     options = known("options") | {*(ANSWERED if arguments.described else ())}
     for name in (one for one in arguments.options if one.removeprefix("no_") not in options):
-        hint = nearest(plain(name), map(plain, options))
+        hint = nearest(_SHORT.get(name, plain(name)), map(plain, options))
+        cure = _CORRECT if hint else DESCRIBE if name in ANSWERED else _LEAVE_OUT
         if name == "calculate_kv_scales":
             hint = ": each engine computes scales of its own, and they are not sent"
-        cure = DESCRIBE if name in ANSWERED else _LEAVE_OUT
         raise BadOptions(f"{source}: not planned for: --{plain(name)}{hint}", cure)
     variables = known("variables")
     for name in sorted(arguments.environment.keys() - variables):
         if name.startswith(_OURS) and not name.startswith(_FAMILIES):
             hint = "" if name in settings.NAMES else nearest(name, (*settings.NAMES, *variables))
-            raise BadOptions(f"{source}: not planned for: {name}{hint}", _LEAVE_OUT)
+            raise BadOptions(
+                f"{source}: not planned for: {name}{hint}", _CORRECT if hint else _LEAVE_OUT
+            )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -199,6 +204,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise BadOptions(
             f"{path} cannot be read: {reason}", "give a YAML file of arguments, or a description"
         ) from None
+    if isinstance(content, str):
+        reason = f"{path} has a text, {content!r:.80}: expected lines such as `block-size: 128`"
+        raise BadOptions(reason, "write a line for each option, or give a command to describe")
     return dict(as_mapping({} if content is None else content, str(path)))
 
 

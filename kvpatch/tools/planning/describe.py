@@ -34,6 +34,10 @@ _SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
 _ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
 _VLLMS_ERRORS = (*_ERRORS, TypeError, ValueError)
 _ARGUMENTS = "give kvpatch plan the engine's arguments"
+#: The class of vLLM's that starts nothing.
+_COMMUNICATOR = (
+    "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+)
 #: More than any cache takes; nothing is allocated.
 _MEMORY_BYTES = 1 << 50
 
@@ -96,19 +100,24 @@ def _one_of(ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
 
     groups = torch.distributed
     new_group, queue = groups.new_group, shm_broadcast.MessageQueue
     neighbours = parallel_state.in_the_same_node_as
+    own = current_platform.get_device_communicator_cls
     groups.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     groups.new_group = lambda of=None, timeout=None, **_: new_group(of, timeout, "fake")
     parallel_state.in_the_same_node_as = lambda *_, **__: [True] * ranks
     shm_broadcast.MessageQueue = SimpleNamespace(create_from_process_group=lambda *_, **__: None)
+    # The platform's own communicator waits for its peers, in shared memory or over NCCL.
+    current_platform.get_device_communicator_cls = lambda: _COMMUNICATOR
     try:
         yield
     finally:
         groups.new_group, shm_broadcast.MessageQueue = new_group, queue
         parallel_state.in_the_same_node_as = neighbours
+        current_platform.get_device_communicator_cls = own
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 

@@ -16,7 +16,14 @@ from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
 from kvpatch.peer.description import ITEM_BYTES, Caches
-from kvpatch.tools.planning.arguments import DESCRIBE, EngineArguments, check_names, nearest, plain
+from kvpatch.tools.planning.arguments import (
+    DESCRIBE,
+    EngineArguments,
+    as_mapping,
+    check_names,
+    nearest,
+    plain,
+)
 from kvpatch.tools.planning.model import (
     Backend,
     Model,
@@ -106,7 +113,8 @@ class PlannedEngine:
     @property
     def extra_config(self) -> Mapping[str, Any]:
         """The connector's own part of ``--kv-transfer-config``."""
-        return self.transfer.get("kv_connector_extra_config") or {}
+        what = f"{self.arguments.source}: kv_connector_extra_config"
+        return as_mapping(self.transfer.get("kv_connector_extra_config") or {}, what)
 
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
@@ -178,6 +186,7 @@ class _Reading:
             model = read_model(find_config(name, Path(given) if given else None))
             backend = self._backend(device, is_mla=model.is_mla)
             caches = self._caches(backend, model)
+        self._refuse_types(backend, caches)
         self._refuse_unplanned(transfer, device, caches)
         kernel_tokens = self._kernel_tokens(backend, facts, caches)
         return PlannedEngine(
@@ -198,6 +207,13 @@ class _Reading:
 
     def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
         raise BadOptions(f"{self.arguments.source}: not planned for: {what}", cure)
+
+    def _refuse_types(self, backend: Backend, caches: Caches) -> None:
+        """Refuses types that the backend does not take, and caches with scales in their rows."""
+        model, cache = caches.model_dtype, caches.cache_dtype
+        if model not in ITEM_BYTES or cache not in (*ITEM_BYTES, *backend.fp8):
+            cure = f"write the attention-backend that vLLM's log names, or {DESCRIBE}"
+            self._refuse(f"--dtype {model} with --kv-cache-dtype {cache} of {backend.name}", cure)
 
     def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
         """Refuses what changes caches or transfers in ways that are not worked out here."""
@@ -234,7 +250,9 @@ class _Reading:
                 "write `release` into the section kvpatch, or give --release",
             )
         own = settings.generation_override()
-        found = facts_named(named) if named else facts_of(str(release), own)
+        whole = f"{release}.0"  # 0.32 is 0.32.0
+        text = whole if whole in FACTS else str(release)
+        found = facts_named(named) if named else facts_of(text, own)
         if found.cache_shape != "packed":
             first = next(one.release for one in FACTS.values() if one.cache_shape == "packed")
             self._refuse(f"vLLM {found.release}, which is before {first}")
@@ -250,12 +268,16 @@ class _Reading:
 
     def _backend(self, device: str, *, is_mla: bool) -> Backend:
         arguments = self.arguments
-        asked = (
-            arguments.about.get("attention-backend")
-            or arguments.option("attention_backend")
-            or arguments.mapping("attention_config").get("backend")
+        given = (
+            arguments.about.get("attention-backend"),
+            arguments.option("attention_backend"),
+            arguments.mapping("attention_config").get("backend"),
         )
-        found = backend_named(str(asked) if asked else None, device, is_mla=is_mla)
+        asked = sorted({str(name).upper() for name in given if name})
+        if len(asked) > 1:
+            reason = f"{arguments.source} names the attention backends {' and '.join(asked)}"
+            raise BadOptions(reason, "leave out all but one")
+        found = backend_named(asked[0] if asked else None, device, is_mla=is_mla)
         if not asked and device != "cpu":
             log = 'its log says "Using ... backend", `attention-backend` says another'
             self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
@@ -275,8 +297,6 @@ class _Reading:
         dtype = {"auto": model.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
         cache = str(arguments.option("kv_cache_dtype", "auto"))
         cache = dtype if cache == "auto" else cache
-        if dtype not in ITEM_BYTES or (cache not in ITEM_BYTES and not cache.startswith("fp8")):
-            self._refuse(f"--dtype {dtype} with --kv-cache-dtype {cache}", DESCRIBE)
         ranks = arguments.number("tensor_parallel_size", 1)
         return caches_of(model, backend.name, tokens, (dtype, cache), ranks)
 
@@ -284,6 +304,8 @@ class _Reading:
         """Tokens of a kernel block, as they are described or as the backend cuts blocks."""
         sizes, tokens = backend.kernel_sizes(facts), caches.block_tokens
         found = caches.kernel_tokens or sizes.kernel_of(tokens)
+        if backend.name == "FLASHINFER" and not caches.kernel_tokens and found != tokens:
+            self.assumed.append(f"its card cuts blocks of {tokens} tokens (a Blackwell may not)")
         if found is None or tokens % found:
             reason = f"{backend.name} of vLLM {facts.release} takes no blocks of {tokens} tokens"
             raise BadOptions(f"{self.arguments.source}: {reason}", "give another --block-size")
@@ -296,7 +318,7 @@ class _Reading:
         asked = caches.layout if caches.kernel_tokens else asked
         name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
         for names in _LAYOUTS.values():
-            if name in names:
+            if name in names[: 1 + facts.names_layouts]:
                 return names[facts.names_layouts]
         raise BadOptions(
             f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"

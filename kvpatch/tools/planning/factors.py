@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.peer import peer_hash as hashed
 from kvpatch.tools.planning.arguments import ANSWERED, plain
@@ -21,23 +22,25 @@ _TYPES = "the cache's data type"
 _CONTENT = ("num_hidden_layers", "num_kv_heads", "head_size", "dtype", _TYPES)
 _NIXLS = "NIXL's backends"
 _ONE_MODEL = "give both sides one model"
+_HYBRID = "--disable-hybrid-kv-cache-manager"
+_ACCEPT = f", or {settings.ACCEPT} on D (docs/how-to/rolling_upgrades.md)"
 #: By the hash's name of a factor, or a plan's own: its label and cure.
 _FACTORS: Mapping[str, tuple[str, str]] = {
-    hashed.VERSION: ("vLLM's release", "use one release on both sides"),
+    hashed.VERSION: ("vLLM's release", f"use one release on both sides{_ACCEPT}"),
     "model": ("--model", "give both sides one --model, word by word"),
     "num_hidden_layers": ("the layers", _ONE_MODEL),
     "num_kv_heads": ("the KV heads", _ONE_MODEL),
     "head_size": ("the heads' width", _ONE_MODEL),
     "dtype": ("the model's data type", "use one --dtype"),
     _TYPES: (_TYPES, "use one --kv-cache-dtype"),
-    hashed.CACHE_DTYPE: ("--kv-cache-dtype", "give both the same word for it"),
-    hashed.BACKEND: ("the attention backend", "use one --attention-backend"),
-    hashed.SPECULATION: ("--speculative-config", "give both sides the same one"),
-    hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "give both sides the same"),
+    hashed.CACHE_DTYPE: ("--kv-cache-dtype", "use one --kv-cache-dtype, word by word"),
+    hashed.BACKEND: ("the attention backend", f"use one --attention-backend{_ACCEPT}"),
+    hashed.SPECULATION: ("--speculative-config", "use one --speculative-config on both sides"),
+    hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "use one enable_cross_layers_blocks"),
     hashed.MODE: ("transfer_mode", "use one kv_connector on both sides"),
-    hashed.HYBRID: ("--disable-hybrid-kv-cache-manager", "give it to both or none"),
-    _NIXLS: (_NIXLS, "give both the same in kv_connector_extra_config"),
-    **{name: (f"--{plain(name)}", "give both sides the same") for name in _OPTIONS},
+    hashed.HYBRID: (_HYBRID, f"give {_HYBRID} to both sides or to none"),
+    _NIXLS: (_NIXLS, "give both sides the same `backends` in kv_connector_extra_config"),
+    **{name: (f"--{plain(name)}", f"use one --{plain(name)} on both sides") for name in _OPTIONS},
 }
 _DRAFT = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
 #: The data types of recurrent states, which no hash has.

@@ -164,6 +164,7 @@ class Backend:
         is_mla: True if it holds latents.
         exact: the kernel blocks that it takes; empty where it takes multiples of a number.
         default_tokens: of a block, by default.
+        fp8: the words of ``--kv-cache-dtype`` for items of one byte that it takes.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Backend:
     is_mla: bool = False
     exact: tuple[int, ...] = ()
     default_tokens: int = 16
+    fp8: tuple[str, ...] = ("fp8", "fp8_e4m3")
 
     def kernel_sizes(self, facts: ReleaseFacts) -> KernelBlockSizes:
         """Returns the sizes of kernel blocks that a release cuts blocks into."""
@@ -183,16 +185,17 @@ class Backend:
         return latent if self.is_mla else PACKED
 
 
+_WITH_E5M2 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("FLASH_ATTN"),
-        Backend("FLASHINFER", exact=(16, 32, 64)),
-        Backend("TRITON_ATTN"),
-        Backend("CPU_ATTN", "cpu", default_tokens=128),
+        Backend("FLASHINFER", exact=(16, 32, 64), fp8=_WITH_E5M2),
+        Backend("TRITON_ATTN", fp8=_WITH_E5M2),
+        Backend("CPU_ATTN", "cpu", default_tokens=128, fp8=_WITH_E5M2),
         Backend("TRITON_MLA", is_mla=True),
         Backend("FLASHMLA", is_mla=True, exact=(64,), default_tokens=64),
-        Backend("FLASH_ATTN_MLA", is_mla=True),
+        Backend("FLASH_ATTN_MLA", is_mla=True, fp8=()),
     )
 }
 #: By device, the backend that vLLM most likely chooses for keys and values.

@@ -222,16 +222,20 @@ def _activation(engine: PlannedEngine) -> Iterator[Finding]:
     """kvpatch is to be loaded by every process that should have it."""
     variables, role = engine.arguments.environment, engine.role
     nodes = engine.arguments.number("nnodes", 1)
+    plugins = variables.get("VLLM_PLUGINS", "kvpatch")
+    if engine.has_kvpatch and "kvpatch" not in settings.listed(plugins):
+        what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
+        yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
+    switch = {settings.ENABLE: variables.get(settings.ENABLE, "")}
+    for error in settings.errors(variables if engine.has_kvpatch else switch):
+        what, name = error.rpartition(": ")[0], error.partition("=")[0]
+        yield Finding("error", role, what, f"correct {name}, or unset it")
     if not engine.has_kvpatch:
         asks = [name for name in variables if name.startswith("KVPATCH_")]
         if asks:
             what = f"{asks[0]} is set, and {settings.ENABLE} is not"
             yield Finding("warning", role, what, f"set {settings.ENABLE}=true")
         return
-    plugins = variables.get("VLLM_PLUGINS", "kvpatch")
-    if "kvpatch" not in settings.listed(plugins):
-        what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
-        yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
     on_ray = engine.arguments.option("distributed_executor_backend") == "ray"
     if on_ray or nodes > 1:
         what = "its workers are Ray's" if on_ray else f"it runs on {nodes} nodes"

@@ -19,7 +19,7 @@ from kvpatch.load.smaller_blocks import why_joined_wrongly
 from kvpatch.peer.decision import Decision, LocalCache, Read, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
-from kvpatch.tools.planning.arguments import whole_number
+from kvpatch.tools.planning.arguments import nearest, whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import Pair, PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
@@ -29,6 +29,13 @@ _STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 _SAME_BLOCKS = "use one --block-size on both sides"
 _SAME_RANKS = "use one --tensor-parallel-size on both sides"
 _SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
+#: The fields of ``--kv-transfer-config``: of every release, and of those that take ``kv_rank``.
+_TRANSFER = (
+    *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
+    *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
+    "kv_load_failure_policy",
+)
+_RANKED = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")
 
 
 class Outcome(Enum):
@@ -79,6 +86,12 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
 def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
     """The reasons why an engine does not start with the connector, and the cures."""
     role, caches, heads, ranks = engine.role, engine.caches, engine.caches.kv_heads, engine.tp_size
+    fields = (*_TRANSFER, *(_RANKED if engine.facts.takes_kv_rank else ()))
+    unknown = sorted(engine.transfer.keys() - {*fields})
+    if unknown:
+        names = ", ".join(f"{name}{nearest(name, fields)}" for name in unknown)
+        reason = f"{role}: --kv-transfer-config of vLLM {engine.facts.release} has no {names}"
+        yield reason, f"take {', '.join(unknown)} out of {role}'s"
     buffer = "cpu" if engine.device == "cpu" else "cuda"
     asked = engine.transfer.get("kv_buffer_device") or buffer
     if asked != buffer:
