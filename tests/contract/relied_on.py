@@ -158,7 +158,8 @@ def _names() -> frozenset[str]:
     """Each name that the code of kvpatch, but for its tools, reads of an object or quotes."""
     found = set()
     for path in (ROOT / "kvpatch").rglob("*.py"):
-        if "tools" not in path.parts:
+        # Kernels name what Triton has, and vLLM's classes nowhere.
+        if "tools" not in path.parts and not path.stem.endswith("_kernel"):
             nodes = list(ast.walk(ast.parse(path.read_text())))
             found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
             found |= {node.name for node in nodes if isinstance(node, ast.alias)}
