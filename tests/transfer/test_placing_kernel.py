@@ -102,6 +102,26 @@ def test_one_that_does_not_compile_later_is_left_out(
     assert kernel._is_right_in(CPU, 2), "it places what indexing places"
 
 
+@pytest.mark.parametrize("item", [2, 4, 8])
+@pytest.mark.parametrize("fault", ["block", "layer"])
+def test_the_trial_sees_another_block_and_layer(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, item: int, fault: str
+) -> None:
+    real = kernel.place_by_kernel
+
+    def wrong(staging: torch.Tensor, into: Any) -> None:
+        if fault == "block":  # each of a layer's four takes the next one's place
+            layers = staging.view(2, 4, -1)
+            staging = layers.roll(1, 1).reshape(-1)
+        else:
+            staging = staging.view(2, -1).flip(0).reshape(-1)
+        real(staging, into)
+
+    assert kernel._is_right_in(CPU, item)
+    monkeypatch.setattr(kernel, "place_by_kernel", wrong)
+    assert not kernel._is_right_in(CPU, item)
+
+
 def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
     """Into a cache of 6 GiB, of which three blocks are ever touched."""
     block_bytes, blocks, tokens = 2048, 3 * 2**20, 16

@@ -48,6 +48,8 @@ def sums_surely(piece: DigestPiece) -> torch.Tensor:
         return piece.sums_by_torch()
     try:
         found = sums_by_kernel(piece)
+    except torch.OutOfMemoryError:  # it may be over with the next piece
+        raise
     except (RuntimeError, *NO_KERNEL) as error:
         _LOG.warning("Triton's kernel does not run on %s: digests take longer: %s", kind[0], error)
         _is_right[kind] = False
