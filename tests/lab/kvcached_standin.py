@@ -24,6 +24,7 @@ import sys
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,8 @@ def use_pages(size_bytes: int) -> None:
     card = os.environ.get(CARD)
     if card:
         transports.active_ports = lambda: (Port(card, "1", "InfiniBand"),)
-        transports._device_types = lambda kv_caches: iter(("cuda",))
+        gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+        transports.tensors_of = lambda _: [gpu]
 
 
 def interfaces() -> Any:

@@ -146,9 +146,14 @@ def test_who_waits_for_a_digest_keeps_nobody_else_from_one(tables):
 def test_a_freeze_of_any_length_leaves_no_load_unchecked(tables, monkeypatch, is_on_its_way):
     """Made up: the clock of a process that was stopped for an hour; P writes meanwhile."""
     read, clock = tables.read(), time.monotonic
-    assert read.answer(tables.world.decode) is None
+    agent, read.is_paced = tables.world.decode, is_on_its_way  # then it is not waited for
+    with monkeypatch.context() as patch:
+        if is_on_its_way:  # a small one may be there at once
+            transfer = agent.transfer
+            patch.setattr(agent, "transfer", lambda handle: (transfer(handle), "PROC")[1])
+        assert read.answer(agent) is None
     while (read._handle is not None) != is_on_its_way:
-        read.answer(tables.world.decode)
+        read.answer(agent)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
     for _ in range(3):
         assert read.answer(tables.world.decode) is None
