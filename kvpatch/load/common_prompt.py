@@ -241,9 +241,10 @@ def _in_front_of_gap(
     number = counted_group(scheduler, facts)
     if number is None or number >= len(named) or window_alone(scheduler) is not None:
         return held
-    blocks = named[number]
-    # P's blocks may be of another size. They are enough for what it holds: none is smaller.
-    return blocks.index(0) * held // len(blocks) if 0 in blocks else held
+    blocks, behind = named[number], named[number][1:]
+    # P's blocks may be of another size. They are enough for what it holds: none is smaller. A gap
+    # is behind the prompt, and no first block.
+    return (1 + behind.index(0)) * held // len(blocks) if 0 in behind else held
 
 
 def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.load.common_prompt import PromptLoads, _held_of_longer
+from kvpatch.load import common_prompt
+from kvpatch.load.common_prompt import PromptLoads, _held_of_longer, _in_front_of_gap
 from kvpatch.load.prompt_hashes import FIELD, state_prompt
 from kvpatch.load.read_request import PlannedLoads
 from kvpatch.worker.state import scheduler_state
@@ -209,6 +210,17 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
 
     assert PromptLoads().plan(scheduler, request, 0, min(145, prompt)) == loaded
     assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
+
+
+@pytest.mark.parametrize(("named", "loaded"), [([0, 1, 2, 3], 64), ([5, 6, 0, 8], 32)])
+def test_a_gap_is_behind_the_first_block(
+    named: list[int], loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own tests name block 0 first, which no P gives to a request."""
+    monkeypatch.setattr(common_prompt, "counted_group", lambda *_: 0)
+    monkeypatch.setattr(common_prompt, "window_alone", lambda _: None)
+    scheduler = _scheduler("0.33.0")
+    assert _in_front_of_gap(scheduler, {"remote_block_ids": named}, 64, FACTS["0.33.0"]) == loaded
 
 
 def test_a_window_names_the_null_block_where_no_scheduler_knows_its_groups() -> None:
