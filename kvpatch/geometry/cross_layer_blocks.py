@@ -147,7 +147,7 @@ def _are_dense(planes: Sequence[Plane], axes: Axes, address: int) -> bool:
 
 
 def _places(planes: Sequence[Plane]) -> list[tuple[Content, int, list[int]]]:
-    """Where the elements of a block lie; a stride along an axis of one element says nothing."""
+    """Returns where a block's elements lie; a stride along an axis of one element says nothing."""
     return [
         (
             plane.content,

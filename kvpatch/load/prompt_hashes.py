@@ -65,10 +65,10 @@ class StatedPrompt:
         if tokens is None:
             return None
         if self.lacks_images(request):
-            return self._common(self.token_chain, _token_hashes(tokens, self._places(tokens)))
+            return self._common(self.token_chain, tokens)
         if not self.chain or not _is_named(request, names_images):
             return None
-        return self._common(self.chain, _hashes(request, tokens, self._places(tokens)))
+        return self._common(self.chain, tokens, request)
 
     def lacks_images(self, request: Any) -> bool:
         """True if a request has not got the images of this prompt: D cannot compute it.
@@ -81,20 +81,24 @@ class StatedPrompt:
             return False
         if not all(image.data and not _EMBEDDINGS.isdisjoint(image.data) for image in images):
             return False
+        if not images:
+            return True
         places = self._places(tokens)
-        common = self._common(self.chain, _hashes(request, tokens, places)) if images else 0
-        return not places or common != places[-1]
+        return not places or self._common(self.chain, tokens, request) != places[-1]
 
     def _places(self, tokens: list[int]) -> list[int]:
         every = _places(self.tokens, self.prompt_tokens)
         return [place for place in every if place <= len(tokens)]
 
-    def _common(self, chain: bytes, own: Iterator[bytes]) -> int:
-        found = 0
-        for number, one in enumerate(own):
-            if one != chain[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
+    def _common(self, chain: bytes, tokens: list[int], request: Any = None) -> int:
+        """Returns the last place up to which a chain has the hashes of these tokens."""
+        found, places = 0, self._places(tokens)
+        for number, (place, own) in enumerate(
+            zip(places, _hashes(tokens, places, request), strict=True)
+        ):
+            if own != chain[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
                 break
-            found = _places(self.tokens, self.prompt_tokens)[number]
+            found = place
         return found
 
 
@@ -118,8 +122,8 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
         known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
     tokens = min(tokens, len(known))
     places = _places(tokens, prompt_tokens)
-    chain = b"".join(_hashes(request, known, places)) if is_named else b""
-    token_chain = b"".join(_token_hashes(known, places)) if has_images else b""
+    chain = b"".join(_hashes(known, places, request)) if is_named else b""
+    token_chain = b"".join(_hashes(known, places)) if has_images else b""
     return StatedPrompt(tokens, prompt_tokens, chain, token_chain)
 
 
@@ -171,23 +175,16 @@ def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
     return not images or (names_images and all(image.identifier for image in images))
 
 
-def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
-    """Yields the hash of a request's first tokens, for each of these numbers of tokens."""
-    adapter = request.lora_request
-    name = None if adapter is None else adapter.lora_name
+def _hashes(tokens: list[int], places: list[int], request: Any = None) -> Iterator[bytes]:
+    """Yields the hash of a request's first tokens, for each of these numbers of tokens.
+
+    Args:
+        request: whose images and adapter count. Without one tokens alone do: vLLM may choose an
+            adapter by the kind of an image.
+    """
+    adapter = None if request is None else request.lora_request
+    total = sha256(repr(None if adapter is None else adapter.lora_name).encode())
     images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
-    return _hashes_of(name, images, tokens, places)
-
-
-def _token_hashes(tokens: list[int], places: list[int]) -> Iterator[bytes]:
-    """Yields them of the tokens alone: vLLM may choose an adapter by the kind of an image."""
-    return _hashes_of(None, [], tokens, places)
-
-
-def _hashes_of(
-    adapter: str | None, images: list[Any], tokens: list[int], places: list[int]
-) -> Iterator[bytes]:
-    total = sha256(repr(adapter).encode())
     ids = _as_array(tokens[: places[-1]] if places else [])
     start = 0
     for place in places:

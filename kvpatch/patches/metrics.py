@@ -1,4 +1,4 @@
-"""What kvpatch does with loads stands in ``/metrics``.
+"""Shows in ``/metrics`` what kvpatch does with loads.
 
 Why:
     An operator sees NIXL's transfers there, and neither by which way KV came, nor what was
