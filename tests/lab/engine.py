@@ -624,7 +624,18 @@ class Engine:
             for name in _COUNTED:
                 vars(agent).pop(name)  # each holds this engine, and the agent its threads
         for connector in (*self.workers, self.scheduler.connector):
-            shutdown = getattr(connector, "shutdown", None)
-            if shutdown is not None:
+            if hasattr(connector, "shutdown"):
                 # The listener looks at its stop event once a second.
-                threading.Thread(target=shutdown, daemon=True).start()
+                threading.Thread(target=_shut_down, args=(connector,), daemon=True).start()
+
+
+def _shut_down(connector: Any) -> None:
+    """Shuts a half of an engine down, behind the handshake that it is at.
+
+    A handshake that ends after the release has shut down is undone when the worker is collected.
+    NIXL then frees what it prepared twice: as garbage, and for the worker.
+    """
+    worker = getattr(release.nixl_of(connector), "connector_worker", None)
+    if worker is not None:
+        worker._handshake_initiation_executor.shutdown(cancel_futures=True)
+    connector.shutdown()
