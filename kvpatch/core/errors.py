@@ -164,8 +164,11 @@ class AnswerGone(ReadRefused):
     """A request whose answer of P is of an earlier start of it, or another P: D computes it."""
 
 
-class PeerRefused(FromOutside):
-    """A peer that is silent, or whose cache cannot be read: then with both geometries."""
+class PeerRefused(FromOutside, RuntimeError):
+    """A peer that is silent, or whose cache cannot be read: then with both geometries.
+
+    vLLM refuses handshakes by RuntimeErrors.
+    """
 
 
 class ParamsRefused(FromOutside, ValueError):

@@ -67,7 +67,8 @@ BACKENDS = (
     *("XPU_MLA_SPARSE", "XPU_V4_MLA_SPARSE"),
 )
 
-_NOT_OURS = "P's compatibility hash is not ours"
+#: vLLM's term for it, which operators search for.
+_MISMATCH = "compatibility hash mismatch"
 #: Stands for the backend in a text that is hashed with one after the other.
 _HOLE = "\0"
 #: After each version, in which the engine's own threads go on.
@@ -241,7 +242,7 @@ def _judged(own: OwnFactors, named: Explanation | None, *, checks: bool) -> Expl
     accepted = settings.accepted_factors()
     if named is None:
         raise PeerRefused(
-            f"{_NOT_OURS}, and no version of vLLM and no attention backend explains it; this "
+            f"{_MISMATCH}, and no version of vLLM and no attention backend explains it; this "
             f"engine hashes {own}",
             "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
             "compatibility hash`), and use one of each on both sides, --model letter by letter",
@@ -249,7 +250,7 @@ def _judged(own: OwnFactors, named: Explanation | None, *, checks: bool) -> Expl
     if not set(named.factors) <= set(accepted):
         wanted = ",".join(dict.fromkeys((*accepted, *named.factors)))
         raise PeerRefused(
-            f"{_NOT_OURS}: {named}",
+            f"{_MISMATCH}: {named}",
             f"use {' and '.join(_ON_BOTH[name] for name in named.factors)} on both sides, or set "
             f"{settings.ACCEPT}={wanted} here, which goes on where the rest of the handshake fits",
         )

@@ -23,7 +23,7 @@ SPEC = EngineSpec(dtype="float32", block_tokens=32)
 TOKENS = 107
 VERSION, BACKEND = "vllm_version", "attn_backend"
 #: How a refusal begins that names nothing.
-_NAMELESS = "P's compatibility hash is not ours, and no version of vLLM and no attention backend"
+_NAMELESS = "compatibility hash mismatch, and no version of vLLM and no attention backend"
 
 
 def another(release: str) -> str:
@@ -108,7 +108,7 @@ def test_stock_refuses_another_version_without_a_word_of_it(lab: Lab) -> None:
     report = lab.run(pair(version=another(lab.release)).stock())
     assert report.outcome in ("refused", "failed"), report  # <= 0.21 D's engine ends
     assert "P runs vLLM" not in report.detail
-    assert "compatibility hash mismatch" in report.detail or report.outcome == "failed"
+    assert "NIXL compatibility hash mismatch" in report.detail or report.outcome == "failed"
 
 
 def test_what_is_not_listed_is_not_waived(lab: Lab) -> None:
@@ -185,4 +185,4 @@ def test_who_lies_about_its_geometry_is_still_checked_by_it(lab: Lab) -> None:
     lie = {"model": "lab/model", "head_size": "32", "version": another(lab.release)}
     report = lab.run(pair(wide, ours, VERSION, **lie))
     assert report.outcome in ("refused", "failed"), report
-    assert "P's compatibility hash is not ours" not in report.detail
+    assert "compatibility hash mismatch" not in report.detail

@@ -104,7 +104,7 @@ def test_stock_refuses_by_the_hash_or_ends_ps_listener(labs: Labs, pair: Pair) -
     assert report.outcome in ("refused", "failed"), report  # <= 0.21 D's engine ends
     assert report.listens == _is_asked_alike(pair), report
     if _is_asked_alike(pair):
-        assert "compatibility hash mismatch" in report.detail
+        assert "NIXL compatibility hash mismatch" in report.detail
 
 
 def _is_asked_alike(pair: Pair) -> bool:

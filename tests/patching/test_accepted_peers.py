@@ -198,6 +198,17 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PeerRefused" in repr(book.take())  # and it is counted
 
 
+@pytest.mark.parametrize("changes", [{"attn_backend_name": "FLASHINFER"}, {"model": "another"}])
+def test_it_is_refused_by_vllms_error_and_term(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Callers of vLLM's handshake, as its own tests, know no error of kvpatch's."""
+    monkeypatch.delenv(settings.ACCEPT, raising=False)
+    ours, _, _ = compared()
+    with pytest.raises(RuntimeError, match=r"compatibility hash mismatch[:,]"):
+        assert hash_of(**changes) != ours
+
+
 @pytest.mark.parametrize(
     ("accept", "changes", "is_taken"),
     [
