@@ -27,7 +27,7 @@ from kvpatch.load.smaller_blocks import (
     shares_tokens,
     smaller_blocks,
 )
-from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group
+from kvpatch.worker.kv_cache_groups import reserves_slots, tokens_of_group, transferred_groups
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
 
@@ -226,9 +226,12 @@ def _refuse_part_of_unlike_regions(
 
     It pairs them by token only with P's own count, and without regions that groups share.
     """
-    block_tokens = int(worker.vllm_config.cache_config.block_size)
-    ends = {-(-tokens // block_tokens) for tokens in (request.tokens, request.remote_tokens)}
-    if len(ends) == 1 or not _has_unlike_regions(worker, engine_id, facts):
+    if not _has_unlike_regions(worker, engine_id, facts):
+        return
+    plan, tokens = worker.kv_cache_config, (request.tokens, request.remote_tokens)
+    groups = range(len(transferred_groups(plan, facts)))
+    sizes = {tokens_of_group(plan, facts, number) for number in groups}
+    if all(len({-(-count // block_tokens) for count in tokens}) == 1 for block_tokens in sizes):
         return
     regions = (*worker.dst_region_group_ids[engine_id], *worker.region_group_ids)
     if (

@@ -190,16 +190,20 @@ def test_a_refused_load_keeps_lists_that_the_release_alone_pairs(theirs: list[in
 
 
 @pytest.mark.parametrize(
-    ("theirs", "stated", "tokens", "is_refused"),
+    ("theirs", "sizes", "stated", "tokens", "is_refused"),
     [
-        ([0, 0, 1], None, 64, True),
-        ([0, -1, 1], 150, 64, True),  # a region that groups share
-        ([0, 0, 1], 150, 64, False),  # paired by token
-        ([0, 0, 1], None, 150, False),  # all of it
+        ([0, 0, 1], [64], None, 64, True),
+        ([0, -1, 1], [64], 150, 64, True),  # a region that groups share
+        ([0, 0, 1], [64], 150, 64, False),  # paired by token
+        ([0, 0, 1], [64], None, 150, False),  # all of it
+        ([0, 0, 1], [64], None, 130, False),  # it ends in P's last block
+        ([0, 0, 1], [64, 16], None, 130, True),  # in one group it does not
+        ([0, 0, 1], [256], None, 64, False),
     ],
 )
 def test_a_part_of_unlike_regions(
     theirs: list[int],
+    sizes: list[int],
     stated: int | None,
     tokens: int,
     is_refused: bool,  # noqa: FBT001
@@ -210,7 +214,12 @@ def test_a_part_of_unlike_regions(
     setattr(meta, _READ_REQUEST, read)
     meta.remote.num_tokens = stated
     worker.dst_region_group_ids, worker.region_group_ids = {"P": theirs}, [0, 0, 0]
-    worker.vllm_config.cache_config.block_size = 64
+    worker.vllm_config.cache_config.block_size = 64  # of each group its own counts
+    worker.kv_cache_config = SimpleNamespace(
+        transfer_groups=[
+            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes
+        ]
+    )
     worker.transfer_topo.get_engine_info("P").remote_block_size = 64
     own = worker.nixl_wrapper
 
