@@ -11,7 +11,8 @@ from kvpatch.core.releases import ReleaseFacts
 
 _STATE = "MambaSpec"
 _SPANNING = ("FullAttentionSpec", "ChunkedLocalAttentionSpec")
-#: Specs of layers whose blocks hold all tokens of a request.
+#: Specs of layers whose blocks hold all tokens of a request. RSWASpec (from 0.25) is none: an
+#: engine lets go of blocks of the answer, and computes the answer from the prompt and a window.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 
