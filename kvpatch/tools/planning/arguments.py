@@ -28,7 +28,7 @@ ENV = "env"
 #: The entries that the section may have.
 ABOUT = (
     *("release", "platform", "attention-backend", "amx", "machine"),
-    *("model-config", ENV, RUNNING),
+    *("api-server", "model-config", ENV, RUNNING),
 )
 #: Options that a description answers by its caches, where both sides have them alike.
 ANSWERED = ("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers")

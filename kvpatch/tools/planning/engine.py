@@ -277,7 +277,9 @@ class _Reading:
         if len(asked) > 1:
             reason = f"{arguments.source} names the attention backends {' and '.join(asked)}"
             raise BadOptions(reason, "leave out all but one")
-        found = backend_named(asked[0] if asked else None, device, is_mla=is_mla)
+        takes_over = device == "cuda" and arguments.option("dtype") in ("float32", "float")
+        default = "TRITON_ATTN" if takes_over and not is_mla else None
+        found = backend_named(asked[0] if asked else default, device, is_mla=is_mla)
         if not asked and device != "cpu":
             log = 'its log says "Using ... backend", `attention-backend` says another'
             self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
@@ -317,6 +319,8 @@ class _Reading:
         asked = asked or self.arguments.option("kv_cache_layout")
         asked = caches.layout if caches.kernel_tokens else asked
         name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
+        if caches.first.backend == "FLASHINFER" and name in _LAYOUTS["NHD"]:
+            self.assumed.append("its card is no Blackwell, where FLASHINFER takes HND alone")
         for names in _LAYOUTS.values():
             if name in names[: 1 + facts.names_layouts]:
                 return names[facts.names_layouts]

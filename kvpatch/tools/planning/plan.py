@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.peer.description import RUNNING
-from kvpatch.tools.planning.arguments import EngineArguments, whole_number
+from kvpatch.tools.planning.arguments import EngineArguments, nearest, whole_number
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
-from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
+from kvpatch.tools.planning.verdicts import (
+    EXTRA_FIELDS,
+    LEASE,
+    TRANSFER_FIELDS,
+    Outcome,
+    Verdict,
+    verdicts,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,25 +140,29 @@ def plan_pair(
 
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _WILDCARDS = ("0.0.0.0", "::", "*")
+#: The beginning of a shell's variable that no shell has replaced.
+_SHELLS = "$"
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
-    of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    parts = _types, _connector, _activation
+    found = [one for side in pair.sides for part in parts for one in part(side)]
+    found += _unstated_prompts(pair)
     if any(side.arguments.about.get(RUNNING) for side in pair.sides):
-        return of_sides  # a running engine publishes neither address nor port
+        return found  # a running engine publishes neither address nor port, nor its lease
     apart = _are_apart(pair)
-    return [*of_sides, *_hosts(pair.prefill, apart), *_ports(pair, apart)]
+    return [*found, *_leases(pair), *_hosts(pair.prefill, apart), *_ports(pair, apart)]
 
 
 def _are_apart(pair: Pair) -> bool | None:
     """True if P and D are on two machines; None where the arguments do not say it."""
     machines = [side.arguments.about.get("machine") for side in pair.sides]
     hosts = [_host(side) for side in pair.sides]
-    if None not in machines:
+    if not any(one is None or _SHELLS in str(one) for one in machines):
         return machines[0] != machines[1]
-    is_open = any(_is_loopback(host) or host in _WILDCARDS for host in hosts)
+    is_open = any(_is_loopback(one) or one in _WILDCARDS or _SHELLS in one for one in hosts)
     return None if is_open else hosts[0] != hosts[1]
 
 
@@ -171,6 +182,9 @@ def _hosts(prefill: PlannedEngine, apart: bool | None) -> Iterator[Finding]:
     if host in _WILDCARDS:
         what = f"{said}: P tells D to connect to {host}, which is D itself"
         yield Finding("warning" if apart is False else "error", "P", what, cure)
+    elif _SHELLS in host:
+        what = f"{said}, a shell's variable: whether D can reach that is not known here"
+        yield Finding("warning", "P", what, f"write what a shell makes of {host}")
     elif _is_loopback(host) and apart:
         yield Finding("error", "P", f"{said}, and D is on another machine", cure)
     elif _is_loopback(host) and apart is None:
@@ -182,13 +196,15 @@ def _ports(pair: Pair, apart: bool | None) -> Iterator[Finding]:
     """Two engines of one machine need ports of their own: D listens too."""
     taken = [_side_channel_ports(engine) for engine in pair.sides]
     both = sorted(set(taken[0]) & set(taken[1]))
+    has_servers = all(side.arguments.about.get("api-server") is not False for side in pair.sides)
     served = [engine.arguments.number("port", 8000) for engine in pair.sides]
     found = []
     if both:
         cure = f"set {_PORT} on D to {max(taken[0]) + 1} or more"
         found.append((f"have the side channel's port {both[0]}", cure))
-    if served[0] == served[1]:
-        found.append((f"API servers have port {served[0]}", "give one of them another --port"))
+    if served[0] == served[1] and has_servers:
+        cure = "give one another --port (or `api-server: false`, as workers of Dynamo's have none)"
+        found.append((f"API servers have port {served[0]}", cure))
     for what, cure in found if not apart else ():
         where = ", which they cannot" if apart is None else ""
         level: Literal["error", "warning"] = "warning" if apart is None else "error"
@@ -200,6 +216,12 @@ def _side_channel_ports(engine: PlannedEngine) -> range:
     found = engine.arguments.environment.get(_PORT, str(engine.facts.side_channel_port))
     first = whole_number(found, f"{engine.arguments.source}: {_PORT}")
     return range(first, first + engine.arguments.number("data_parallel_size", 1))
+
+
+def _types(engine: PlannedEngine) -> Iterator[Finding]:
+    if engine.caches.model_dtype == "float32" and not engine.backend.float32:
+        what = f"{engine.backend.name} takes no --dtype float32: vLLM does not start"
+        yield Finding("error", engine.role, what, "use bfloat16, or another --attention-backend")
 
 
 def _connector(engine: PlannedEngine) -> Iterator[Finding]:
@@ -216,6 +238,26 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     elif role not in _ROLES:
         said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
         yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
+    for name in sorted(engine.extra_config.keys() - {*EXTRA_FIELDS}):
+        hint = nearest(name, EXTRA_FIELDS)
+        what = f"vLLM reads no {name} in kv_connector_extra_config{hint}"
+        where = "beside kv_connector" if name in TRANSFER_FIELDS else "under its right name"
+        yield Finding("warning", engine.role, what, f"write {name} {where}, or leave it out")
+
+
+def _leases(pair: Pair) -> Iterator[Finding]:
+    found = [side.extra_config.get(LEASE, side.facts.blocks_kept_seconds) for side in pair.sides]
+    if found[0] != found[1]:
+        what = f"{LEASE} is {found[0]} and {found[1]}: D extends and counts P's lease by its own"
+        yield Finding("warning", "P and D", what, f"use one {LEASE} on both sides")
+
+
+def _unstated_prompts(pair: Pair) -> Iterator[Finding]:
+    p, d = pair.sides
+    if d.has_kvpatch and d.arguments.is_on(settings.REQUIRE_TOKENS) and not p.has_kvpatch:
+        what = f"without kvpatch, while D has {settings.REQUIRE_TOKENS}: D computes every prompt"
+        cure = f"set {settings.ENABLE}=true, or leave out {settings.REQUIRE_TOKENS} on D"
+        yield Finding("warning", "P", what, cure)
 
 
 def _activation(engine: PlannedEngine) -> Iterator[Finding]:
