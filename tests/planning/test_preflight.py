@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         {}, {"env": {"ENABLE_KVPATCH": "on"}}, ("error", "D", "ENABLE_KVPATCH='on' is neither"),
     ),
     "a shell's variable for an address": (
-        {"env": {_HOST: "$NODE_1"}}, {}, ("warning", "P", "a shell's variable"),
+        {"env": {_HOST: "$NODE_1"}}, {}, ("warning", "P", "$NODE_1, which no shell"),
     ),
     "unlike leases": (
         _extra(kv_lease_duration=300), {}, ("warning", "P and D", "is 300 and 30"),

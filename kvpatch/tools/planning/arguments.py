@@ -134,7 +134,7 @@ def _section(content: Any, where: str) -> dict[str, Any]:
 
 @cache
 def known(what: str) -> frozenset[str]:
-    """Returns the architectures, options or variables that a plan knows (known_names.json).
+    """Returns the names of one kind that a plan knows (known_names.json).
 
     tests/planning/test_models.py compares each architecture with the caches that vLLM makes of it.
     A plan reads the options and variables, or they change neither the caches nor a transfer.

@@ -116,6 +116,11 @@ class PlannedEngine:
         what = f"{self.arguments.source}: kv_connector_extra_config"
         return as_mapping(self.transfer.get("kv_connector_extra_config") or {}, what)
 
+    @property
+    def lease(self) -> Any:
+        """The seconds for which it keeps blocks, as written."""
+        return self.extra_config.get("kv_lease_duration", self.facts.blocks_kept_seconds)
+
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
@@ -277,8 +282,8 @@ class _Reading:
         if len(asked) > 1:
             reason = f"{arguments.source} names the attention backends {' and '.join(asked)}"
             raise BadOptions(reason, "leave out all but one")
-        takes_over = device == "cuda" and arguments.option("dtype") in ("float32", "float")
-        default = "TRITON_ATTN" if takes_over and not is_mla else None
+        is_wide = device == "cuda" and arguments.option("dtype") in ("float32", "float")
+        default = "TRITON_ATTN" if is_wide and not is_mla else None
         found = backend_named(asked[0] if asked else default, device, is_mla=is_mla)
         if not asked and device != "cpu":
             log = 'its log says "Using ... backend", `attention-backend` says another'

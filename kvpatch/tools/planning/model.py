@@ -165,7 +165,6 @@ class Backend:
         exact: the kernel blocks that it takes; empty where it takes multiples of a number.
         default_tokens: of a block, by default.
         fp8: the words of ``--kv-cache-dtype`` for items of one byte that it takes.
-        float32: True if it takes models of float32; vLLM does not start with another one.
     """
 
     name: str
@@ -174,7 +173,6 @@ class Backend:
     exact: tuple[int, ...] = ()
     default_tokens: int = 16
     fp8: tuple[str, ...] = ("fp8", "fp8_e4m3")
-    float32: bool = False
 
     def kernel_sizes(self, facts: ReleaseFacts) -> KernelBlockSizes:
         """Returns the sizes of kernel blocks that a release cuts blocks into."""
@@ -193,8 +191,8 @@ BACKENDS: Mapping[str, Backend] = {
     for backend in (
         Backend("FLASH_ATTN"),
         Backend("FLASHINFER", exact=(16, 32, 64), fp8=_WITH_E5M2),
-        Backend("TRITON_ATTN", fp8=_WITH_E5M2, float32=True),
-        Backend("CPU_ATTN", "cpu", default_tokens=128, fp8=_WITH_E5M2, float32=True),
+        Backend("TRITON_ATTN", fp8=_WITH_E5M2),
+        Backend("CPU_ATTN", "cpu", default_tokens=128, fp8=_WITH_E5M2),
         Backend("TRITON_MLA", is_mla=True),
         Backend("FLASHMLA", is_mla=True, exact=(64,), default_tokens=64),
         Backend("FLASH_ATTN_MLA", is_mla=True, fp8=()),

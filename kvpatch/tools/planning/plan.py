@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.peer.description import RUNNING
-from kvpatch.tools.planning.arguments import EngineArguments, nearest, whole_number
+from kvpatch.tools.planning.arguments import EngineArguments, known, nearest, whole_number
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
-from kvpatch.tools.planning.verdicts import (
-    EXTRA_FIELDS,
-    LEASE,
-    TRANSFER_FIELDS,
-    Outcome,
-    Verdict,
-    verdicts,
-)
+from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,29 +133,25 @@ def plan_pair(
 
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _WILDCARDS = ("0.0.0.0", "::", "*")
-#: The beginning of a shell's variable that no shell has replaced.
-_SHELLS = "$"
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
-    parts = _types, _connector, _activation
-    found = [one for side in pair.sides for part in parts for one in part(side)]
-    found += _unstated_prompts(pair)
+    found = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
     if any(side.arguments.about.get(RUNNING) for side in pair.sides):
         return found  # a running engine publishes neither address nor port, nor its lease
     apart = _are_apart(pair)
-    return [*found, *_leases(pair), *_hosts(pair.prefill, apart), *_ports(pair, apart)]
+    return [*found, *_unlike(pair), *_hosts(pair.prefill, apart), *_ports(pair, apart)]
 
 
 def _are_apart(pair: Pair) -> bool | None:
     """True if P and D are on two machines; None where the arguments do not say it."""
     machines = [side.arguments.about.get("machine") for side in pair.sides]
     hosts = [_host(side) for side in pair.sides]
-    if not any(one is None or _SHELLS in str(one) for one in machines):
+    if not any(one is None or "$" in str(one) for one in machines):
         return machines[0] != machines[1]
-    is_open = any(_is_loopback(one) or one in _WILDCARDS or _SHELLS in one for one in hosts)
+    is_open = any(_is_loopback(one) or one in _WILDCARDS or "$" in one for one in hosts)
     return None if is_open else hosts[0] != hosts[1]
 
 
@@ -182,9 +171,8 @@ def _hosts(prefill: PlannedEngine, apart: bool | None) -> Iterator[Finding]:
     if host in _WILDCARDS:
         what = f"{said}: P tells D to connect to {host}, which is D itself"
         yield Finding("warning" if apart is False else "error", "P", what, cure)
-    elif _SHELLS in host:
-        what = f"{said}, a shell's variable: whether D can reach that is not known here"
-        yield Finding("warning", "P", what, f"write what a shell makes of {host}")
+    elif "$" in host:
+        yield Finding("warning", "P", f"{said}, which no shell has replaced here", cure)
     elif _is_loopback(host) and apart:
         yield Finding("error", "P", f"{said}, and D is on another machine", cure)
     elif _is_loopback(host) and apart is None:
@@ -218,12 +206,6 @@ def _side_channel_ports(engine: PlannedEngine) -> range:
     return range(first, first + engine.arguments.number("data_parallel_size", 1))
 
 
-def _types(engine: PlannedEngine) -> Iterator[Finding]:
-    if engine.caches.model_dtype == "float32" and not engine.backend.float32:
-        what = f"{engine.backend.name} takes no --dtype float32: vLLM does not start"
-        yield Finding("error", engine.role, what, "use bfloat16, or another --attention-backend")
-
-
 def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     right, wrong = _ROLES[:2] if engine.role == "P" else _ROLES[1::-1]
     cure = f'set "kv_role": "{right}" in its --kv-transfer-config'
@@ -238,22 +220,23 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     elif role not in _ROLES:
         said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
         yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
-    for name in sorted(engine.extra_config.keys() - {*EXTRA_FIELDS}):
-        hint = nearest(name, EXTRA_FIELDS)
-        what = f"vLLM reads no {name} in kv_connector_extra_config{hint}"
-        where = "beside kv_connector" if name in TRANSFER_FIELDS else "under its right name"
-        yield Finding("warning", engine.role, what, f"write {name} {where}, or leave it out")
+    takes_float32 = engine.backend.name in ("CPU_ATTN", "TRITON_ATTN")
+    if engine.caches.model_dtype == "float32" and not takes_float32:
+        what = f"{engine.backend.name} takes no --dtype float32: vLLM does not start"
+        yield Finding("error", engine.role, what, "use bfloat16, or another --attention-backend")
+    extra = known("extra_config")
+    for name in sorted(engine.extra_config.keys() - extra):
+        what = f"vLLM reads no {name} in kv_connector_extra_config{nearest(name, extra)}"
+        yield Finding(
+            "warning", engine.role, what, f"correct {name}, or move it beside kv_connector"
+        )
 
 
-def _leases(pair: Pair) -> Iterator[Finding]:
-    found = [side.extra_config.get(LEASE, side.facts.blocks_kept_seconds) for side in pair.sides]
-    if found[0] != found[1]:
-        what = f"{LEASE} is {found[0]} and {found[1]}: D extends and counts P's lease by its own"
-        yield Finding("warning", "P and D", what, f"use one {LEASE} on both sides")
-
-
-def _unstated_prompts(pair: Pair) -> Iterator[Finding]:
+def _unlike(pair: Pair) -> Iterator[Finding]:
     p, d = pair.sides
+    if p.lease != d.lease:
+        what = f"kv_lease_duration is {p.lease} and {d.lease}: D extends and counts P's by its own"
+        yield Finding("warning", "P and D", what, "use one kv_lease_duration on both sides")
     if d.has_kvpatch and d.arguments.is_on(settings.REQUIRE_TOKENS) and not p.has_kvpatch:
         what = f"without kvpatch, while D has {settings.REQUIRE_TOKENS}: D computes every prompt"
         cure = f"set {settings.ENABLE}=true, or leave out {settings.REQUIRE_TOKENS} on D"

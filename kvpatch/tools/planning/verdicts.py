@@ -30,17 +30,10 @@ _SAME_BLOCKS = "use one --block-size on both sides"
 _SAME_RANKS = "use one --tensor-parallel-size on both sides"
 _SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
 #: The fields of ``--kv-transfer-config``: of every release, and of those that take ``kv_rank``.
-TRANSFER_FIELDS = (
+_TRANSFER = (
     *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
     *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
     "kv_load_failure_policy",
-)
-LEASE = "kv_lease_duration"
-#: The entries of ``kv_connector_extra_config`` that NixlConnector reads.
-EXTRA_FIELDS = (
-    *("backends", "bidirectional_kv_xfer", "decoder_kv_blocks_ttl", "engine_ttl", "num_threads"),
-    *("enable_cross_layers_blocks", "enforce_handshake_compat", "kv_recompute_threshold"),
-    *("push_registration_timeout", LEASE),
 )
 _RANKED = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")
 
@@ -93,19 +86,16 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
 def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
     """The reasons why an engine does not start with the connector, and the cures."""
     role, caches, heads, ranks = engine.role, engine.caches, engine.caches.kv_heads, engine.tp_size
-    fields = (*TRANSFER_FIELDS, *(_RANKED if engine.facts.takes_kv_rank else ()))
+    fields = (*_TRANSFER, *(_RANKED if engine.facts.takes_kv_rank else ()))
     unknown = sorted(engine.transfer.keys() - {*fields})
     if unknown:
         names = ", ".join(f"{name}{nearest(name, fields)}" for name in unknown)
         reason = f"{role}: --kv-transfer-config of vLLM {engine.facts.release} has no {names}"
-        where = " (kv_connector_extra_config has it)" if {*unknown} <= {*EXTRA_FIELDS} else ""
-        yield reason, f"take {', '.join(unknown)} out of {role}'s{where}"
-    policy = engine.transfer.get("kv_load_failure_policy", "fail")
-    if policy not in ("fail", "recompute"):
-        yield f"{role}: kv_load_failure_policy is {policy!r}", "write fail or recompute"
-    lease = engine.extra_config.get(LEASE, 1)
-    if not isinstance(lease, int | float) or lease <= 0:
-        yield f"{role}: {LEASE} is {lease!r}", "write a number of seconds above 0"
+        yield reason, f"take {', '.join(unknown)} out of {role}'s"
+    if engine.transfer.get("kv_load_failure_policy", "fail") not in ("fail", "recompute"):
+        yield f"{role}: kv_load_failure_policy is none of vLLM's", "write fail or recompute"
+    if not isinstance(engine.lease, int | float) or engine.lease <= 0:
+        yield f"{role}: kv_lease_duration is {engine.lease!r}", "write a number of seconds above 0"
     buffer = "cpu" if engine.device == "cpu" else "cuda"
     asked = engine.transfer.get("kv_buffer_device") or buffer
     if asked != buffer:
