@@ -227,9 +227,7 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     extra = known("extra_config")
     for name in sorted(engine.extra_config.keys() - extra):
         what = f"vLLM reads no {name} in kv_connector_extra_config{nearest(name, extra)}"
-        yield Finding(
-            "warning", engine.role, what, f"correct {name}, or move it beside kv_connector"
-        )
+        yield Finding("warning", engine.role, what, f"correct {name} or put it beside kv_connector")
 
 
 def _unlike(pair: Pair) -> Iterator[Finding]:
