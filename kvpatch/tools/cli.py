@@ -68,8 +68,6 @@ def doctor(
     refused, 1 otherwise, 2 when the engine does not answer. With --against: 0 when that vLLM
     gets every patch, 1 otherwise, 2 when there is no vLLM.
     """
-    from rich.console import Console
-
     found: Diagnosis | EngineReport
     with exit_statuses():
         if url is not None:
@@ -83,9 +81,13 @@ def doctor(
         else:
             from kvpatch.tools.doctor import diagnose
 
-            with Console(stderr=True).status("importing vLLM"):
-                found = diagnose()
+            _announce_import()
+            found = diagnose()
     _report(found, found.healthy, as_json)
+
+
+def _announce_import() -> None:
+    print("importing the installed vLLM, up to half a minute ...", file=sys.stderr, flush=True)
 
 
 def _report(found: Diagnosis | EngineReport | PairPlan, is_well: bool, as_json: bool) -> None:
@@ -207,6 +209,7 @@ def describe(
         if url is None:
             from kvpatch.tools.planning.describe import describe as described
 
+            _announce_import()
             found: Mapping[str, Any] = described(command or [], platform, attention_backend)
         elif command or platform or attention_backend:
             raise BadOptions("--url asks an engine that runs already", "leave out all but --output")

@@ -70,6 +70,16 @@ def test_the_last_line_is_the_verdict(tree, environment, status, words):
     assert last.startswith("kvpatch works here" if status == 0 else "kvpatch does not work here: ")
 
 
+@pytest.mark.parametrize("arguments", [["doctor", "--json"], ["describe", "--", "vllm", "serve"]])
+def test_half_a_minute_is_announced_beside_the_output(tree, arguments):
+    path = os.pathsep.join([str(tree), str(REPOSITORY)])
+    _, out, err = _run(["-m", "kvpatch", *arguments], path, {})
+
+    assert (
+        err.startswith("importing the installed vLLM, up to half a minute") and "import" not in out
+    )
+
+
 def test_a_drifted_release_does_not_work(tmp_path):
     drifted = write_tree(tmp_path, _NEWEST, _NEWEST.release, leave_out="register_kv_caches")
 

@@ -159,6 +159,18 @@ def test_what_is_of_no_matter_is_let_be(tmp_path):
             {"kv_transfer_config": json.dumps({**TRANSFER, "kv_bufer_device": "cuda"})},
             "kv_bufer_device (did you mean kv_buffer_device?)",
         ),
+        (
+            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_load_failure_policy": "retry"})},
+            "kv_load_failure_policy is none",
+        ),
+        (
+            {
+                "kv_transfer_config": json.dumps(
+                    {**TRANSFER, "kv_connector_extra_config": {"kv_lease_duration": "300"}}
+                )
+            },
+            "kv_lease_duration is '300'",
+        ),
     ],
 )
 def test_an_engine_that_does_not_start_is_status_1(tmp_path, changes, says):

@@ -36,6 +36,10 @@ def _on(machine: str | None, **env: str | None) -> dict[str, Any]:
     return {"about": {"machine": machine}, "env": env}
 
 
+def _extra(**entries: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": json.dumps({**TRANSFER, "kv_connector_extra_config": entries})}
+
+
 #: name: P's changes, D's, and what is found: level, side, words.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
     "a wildcard between machines": (
@@ -89,6 +93,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
     "a switch that is neither on nor off": (
         {}, {"env": {"ENABLE_KVPATCH": "on"}}, ("error", "D", "ENABLE_KVPATCH='on' is neither"),
     ),
+    "a shell's variable for an address": (
+        {"env": {_HOST: "$NODE_1"}}, {}, ("warning", "P", "$NODE_1, which no shell"),
+    ),
+    "unlike leases": (
+        _extra(kv_lease_duration=300), {}, ("warning", "P and D", "is 300 and 30"),
+    ),
+    "an entry that vLLM does not read": (
+        {}, _extra(kv_leas_duration=300), ("warning", "D", "did you mean kv_lease_duration?"),
+    ),
+    "an entry in the wrong place": (
+        {}, _extra(kv_load_failure_policy="fail"),
+        ("warning", "D", "no kv_load_failure_policy in kv_connector_extra_config"),
+    ),
+    "prompts of a P without kvpatch, which D refuses": (
+        {}, {"env": {"ENABLE_KVPATCH": "true", "KVPATCH_REQUIRE_TOKENS": "true"}},
+        ("warning", "P", "D computes every prompt"),
+    ),
+    "float32 for FLASH_ATTN": (
+        {"dtype": "float32"}, {}, ("error", "P", "FLASH_ATTN takes no --dtype float32"),
+    ),
     "Ray": (
         {}, {"distributed_executor_backend": "ray", "env": {"ENABLE_KVPATCH": "true"}},
         ("warning", "D", "its workers are Ray's"),
@@ -118,3 +142,35 @@ def test_another_devices_buffer(tmp_path):
         found = list(start_problems(engine_of("P", read_arguments(str(path)))))
 
         assert ["kv_buffer_device cuda is not for cpu" in one for one, _ in found] == [True] * count
+
+
+def test_an_engine_without_an_api_server_shares_no_port(tmp_path):
+    machine = {"machine": "a", "api-server": False}
+    p, d = ({"about": machine, "env": {_PORT: port}} for port in ("5601", "5701"))
+
+    assert _found(tmp_path, p, d) == []
+
+
+def test_addresses_of_a_shell_are_not_compared(tmp_path):
+    """Nor are machines: the two may be one."""
+    p, d = ({"about": {"machine": f"${one}"}, "env": {_HOST: f"${one}"}} for one in "PD")
+
+    found = _found(tmp_path, p, d)
+
+    assert [one[:2] for one in found] == [("warning", "P"), *[("warning", "P and D")] * 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "float32", "about": {"attention-backend": None}}, "chooses TRITON_ATTN"),
+        (
+            {"about": {"attention-backend": "FLASHINFER"}, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}},
+            "no Blackwell",
+        ),
+    ],
+)
+def test_what_depends_on_the_card_is_assumed_aloud(changes, says, tmp_path):
+    path = write_side(tmp_path, "p", **changes)
+
+    assert says in " ".join(engine_of("P", read_arguments(str(path))).assumed)

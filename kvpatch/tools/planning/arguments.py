@@ -28,7 +28,7 @@ ENV = "env"
 #: The entries that the section may have.
 ABOUT = (
     *("release", "platform", "attention-backend", "amx", "machine"),
-    *("model-config", ENV, RUNNING),
+    *("api-server", "model-config", ENV, RUNNING),
 )
 #: Options that a description answers by its caches, where both sides have them alike.
 ANSWERED = ("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers")
@@ -134,7 +134,7 @@ def _section(content: Any, where: str) -> dict[str, Any]:
 
 @cache
 def known(what: str) -> frozenset[str]:
-    """Returns the architectures, options or variables that a plan knows (known_names.json).
+    """Returns the names of one kind that a plan knows (known_names.json).
 
     tests/planning/test_models.py compares each architecture with the caches that vLLM makes of it.
     A plan reads the options and variables, or they change neither the caches nor a transfer.

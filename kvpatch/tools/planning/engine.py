@@ -116,6 +116,11 @@ class PlannedEngine:
         what = f"{self.arguments.source}: kv_connector_extra_config"
         return as_mapping(self.transfer.get("kv_connector_extra_config") or {}, what)
 
+    @property
+    def lease(self) -> Any:
+        """The seconds for which it keeps blocks, as written."""
+        return self.extra_config.get("kv_lease_duration", self.facts.blocks_kept_seconds)
+
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
@@ -277,7 +282,9 @@ class _Reading:
         if len(asked) > 1:
             reason = f"{arguments.source} names the attention backends {' and '.join(asked)}"
             raise BadOptions(reason, "leave out all but one")
-        found = backend_named(asked[0] if asked else None, device, is_mla=is_mla)
+        is_wide = device == "cuda" and arguments.option("dtype") in ("float32", "float")
+        default = "TRITON_ATTN" if is_wide and not is_mla else None
+        found = backend_named(asked[0] if asked else default, device, is_mla=is_mla)
         if not asked and device != "cpu":
             log = 'its log says "Using ... backend", `attention-backend` says another'
             self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
@@ -317,6 +324,8 @@ class _Reading:
         asked = asked or self.arguments.option("kv_cache_layout")
         asked = caches.layout if caches.kernel_tokens else asked
         name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
+        if caches.first.backend == "FLASHINFER" and name in _LAYOUTS["NHD"]:
+            self.assumed.append("its card is no Blackwell, where FLASHINFER takes HND alone")
         for names in _LAYOUTS.values():
             if name in names[: 1 + facts.names_layouts]:
                 return names[facts.names_layouts]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.peer.description import RUNNING
-from kvpatch.tools.planning.arguments import EngineArguments, whole_number
+from kvpatch.tools.planning.arguments import EngineArguments, known, nearest, whole_number
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
 from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
 
@@ -138,20 +138,20 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
-    of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    found = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
     if any(side.arguments.about.get(RUNNING) for side in pair.sides):
-        return of_sides  # a running engine publishes neither address nor port
+        return found  # a running engine publishes neither address nor port, nor its lease
     apart = _are_apart(pair)
-    return [*of_sides, *_hosts(pair.prefill, apart), *_ports(pair, apart)]
+    return [*found, *_unlike(pair), *_hosts(pair.prefill, apart), *_ports(pair, apart)]
 
 
 def _are_apart(pair: Pair) -> bool | None:
     """True if P and D are on two machines; None where the arguments do not say it."""
     machines = [side.arguments.about.get("machine") for side in pair.sides]
     hosts = [_host(side) for side in pair.sides]
-    if None not in machines:
+    if not any(one is None or "$" in str(one) for one in machines):
         return machines[0] != machines[1]
-    is_open = any(_is_loopback(host) or host in _WILDCARDS for host in hosts)
+    is_open = any(_is_loopback(one) or one in _WILDCARDS or "$" in one for one in hosts)
     return None if is_open else hosts[0] != hosts[1]
 
 
@@ -171,6 +171,8 @@ def _hosts(prefill: PlannedEngine, apart: bool | None) -> Iterator[Finding]:
     if host in _WILDCARDS:
         what = f"{said}: P tells D to connect to {host}, which is D itself"
         yield Finding("warning" if apart is False else "error", "P", what, cure)
+    elif "$" in host:
+        yield Finding("warning", "P", f"{said}, which no shell has replaced here", cure)
     elif _is_loopback(host) and apart:
         yield Finding("error", "P", f"{said}, and D is on another machine", cure)
     elif _is_loopback(host) and apart is None:
@@ -182,13 +184,15 @@ def _ports(pair: Pair, apart: bool | None) -> Iterator[Finding]:
     """Two engines of one machine need ports of their own: D listens too."""
     taken = [_side_channel_ports(engine) for engine in pair.sides]
     both = sorted(set(taken[0]) & set(taken[1]))
+    has_servers = all(side.arguments.about.get("api-server") is not False for side in pair.sides)
     served = [engine.arguments.number("port", 8000) for engine in pair.sides]
     found = []
     if both:
         cure = f"set {_PORT} on D to {max(taken[0]) + 1} or more"
         found.append((f"have the side channel's port {both[0]}", cure))
-    if served[0] == served[1]:
-        found.append((f"API servers have port {served[0]}", "give one of them another --port"))
+    if served[0] == served[1] and has_servers:
+        cure = "give one another --port (or `api-server: false`, as workers of Dynamo's have none)"
+        found.append((f"API servers have port {served[0]}", cure))
     for what, cure in found if not apart else ():
         where = ", which they cannot" if apart is None else ""
         level: Literal["error", "warning"] = "warning" if apart is None else "error"
@@ -216,6 +220,25 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     elif role not in _ROLES:
         said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
         yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
+    takes_float32 = engine.backend.name in ("CPU_ATTN", "TRITON_ATTN")
+    if engine.caches.model_dtype == "float32" and not takes_float32:
+        what = f"{engine.backend.name} takes no --dtype float32: vLLM does not start"
+        yield Finding("error", engine.role, what, "use bfloat16, or another --attention-backend")
+    extra = known("extra_config")
+    for name in sorted(engine.extra_config.keys() - extra):
+        what = f"vLLM reads no {name} in kv_connector_extra_config{nearest(name, extra)}"
+        yield Finding("warning", engine.role, what, f"correct {name} or put it beside kv_connector")
+
+
+def _unlike(pair: Pair) -> Iterator[Finding]:
+    p, d = pair.sides
+    if p.lease != d.lease:
+        what = f"kv_lease_duration is {p.lease} and {d.lease}: D extends and counts P's by its own"
+        yield Finding("warning", "P and D", what, "use one kv_lease_duration on both sides")
+    if d.has_kvpatch and d.arguments.is_on(settings.REQUIRE_TOKENS) and not p.has_kvpatch:
+        what = f"without kvpatch, while D has {settings.REQUIRE_TOKENS}: D computes every prompt"
+        cure = f"set {settings.ENABLE}=true, or leave out {settings.REQUIRE_TOKENS} on D"
+        yield Finding("warning", "P", what, cure)
 
 
 def _activation(engine: PlannedEngine) -> Iterator[Finding]:
