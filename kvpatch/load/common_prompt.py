@@ -27,7 +27,7 @@ from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import (
     counted_group,
     drafted_tokens,
-    has_state,
+    is_of_whole_prompt,
     reserves_slots,
     still_has,
     window_alone,
@@ -76,10 +76,10 @@ class PromptLoads:
         if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it
             return False
         taker = self._taker(request, request.kv_transfer_params)
-        has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
-        if taker is request or (not has_cache and lacks_images(request)):
+        if taker is request or lacks_images(request):  # D's cache may lack a block with an image
             return False
         is_loading = _leave(scheduler, request, taker)
+        has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
         state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
         if is_loading and has_cache and state.facts.can_answer_later:
             self._waiting[request] = ref(taker)
@@ -132,7 +132,7 @@ class PromptLoads:
         common = None if stated is None else stated.common_tokens(request, names_images=named)
         if stated is None or common is None:
             return True
-        size = 1 if has_state(scheduler, state.facts) else int(scheduler.block_size)
+        size = 1 if is_of_whole_prompt(scheduler, state.facts) else int(scheduler.block_size)
         if common >= end and -(-stated.tokens // size) == -(-end // size):
             return True
         state.book.add(PROMPTS, 1, Prompt.PART.value)
@@ -250,8 +250,8 @@ def _in_front_of_gap(
 def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:
     """Returns how many of the tokens to load this release can go on from."""
     tokens, held = load
-    if has_state(scheduler, facts) and not tokens == held == end:
-        return 0  # a state is one behind all of P's tokens
+    if is_of_whole_prompt(scheduler, facts) and not tokens == held == end:
+        return 0
     if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
         return 0
     ranks = context_ranks(scheduler, facts)

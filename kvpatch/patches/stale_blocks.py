@@ -186,9 +186,10 @@ def compute_again(core: Any, output: Any) -> None:
         if is_waiting and not lacks_images(request):
             request.num_computed_tokens = 0
             core.failed_recving_kv_req_ids.add(name)
-    # Of several cache groups a request's blocks may be reported steps behind its name.
+    # Of several cache groups a request's blocks may be reported steps behind its name. Another
+    # connector's request of which some tokens are left may lose more of them.
     for name in core.failed_recving_kv_req_ids:
-        if name in core.requests:
+        if name in core.requests and not core.requests[name].num_computed_tokens:
             invalid = invalid.difference(*core.kv_cache_manager.get_block_ids(name))
     output.invalid_block_ids = invalid - names
 

@@ -110,10 +110,18 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     return number, windows[number] if scheduler._is_hma_required else 0
 
 
-def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
-    """True if a group of the scheduler's plan has recurrent state."""
+def is_of_whole_prompt(scheduler: Any, facts: ReleaseFacts) -> bool:
+    """True if a cache of the scheduler's plan serves no prompt but the one that filled it.
+
+    A recurrent state stands behind all of its tokens. Attention that looks ahead within a prompt
+    (``non_causal``, from 0.24 on) has other keys for each prompt.
+    """
     plan = scheduler.kv_cache_config if facts.has_cache_groups else None
-    return plan is not None and any(_is_kind(g.kv_cache_spec, _STATE) for g in plan.kv_cache_groups)
+    specs = () if plan is None else [g.kv_cache_spec for g in plan.kv_cache_groups]
+    return any(
+        _is_kind(spec, _STATE) or any(getattr(one, "non_causal", False) for one in _members(spec))
+        for spec in specs
+    )
 
 
 def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_tokens: int) -> bool:

@@ -79,6 +79,14 @@ def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
     assert scheduler.requests["b"].num_computed_tokens == 64
 
 
+def test_another_connectors_request_loses_all_that_is_reported_of_it() -> None:
+    """Its ranks report blocks of one load in several steps, and its first tokens are kept."""
+    scheduler, found = core(b=WAITING), output({11})
+    scheduler.failed_recving_kv_req_ids.add("b")
+    stale_blocks.compute_again(scheduler, found)
+    assert found.invalid_block_ids == {11}
+
+
 def test_who_lacks_ps_images_is_not_computed() -> None:
     """It stays a load that failed: what D computes of placeholders is another prompt's."""
     scheduler, found = core(a=WAITING), output({10, 11, "a"})
