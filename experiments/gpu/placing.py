@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from experiments.gpu.rows import Rows, options_of
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.caches import placing_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
@@ -27,6 +28,7 @@ def main() -> None:
     options = options_of(__doc__, tokens=2000)
     rows = Rows(options.json)
     device = torch.device(options.device)
+    kernel_thread.patience_seconds = 60.0
     place = placing_on(device)
     for pair in PAIRS:
         chunks, size_bytes = chunks_of(pair, 32, options.tokens)
