@@ -28,6 +28,7 @@ from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout
 from tests.transfer.operations import Operations
@@ -212,6 +213,7 @@ def main() -> None:
         device=("cpu", "of the cache: cpu or cuda"),
     )
     torch.set_num_threads(1)
+    kernel_thread.patience_seconds = 60.0  # what is measured is not the time until it is there
     console = console_of(160)
     rows = [
         measure(cache, options.mib, options.repeat, options.device)

@@ -39,6 +39,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.tools.verify.workers import WorkerMemory, beside_prefill, noise
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
@@ -414,6 +415,7 @@ def main() -> None:
         pairs=("", "numbers of pairs, by commas; all by default"),
     )
     console = console_of(150)
+    kernel_thread.patience_seconds = 60.0  # what is measured is not the time until it is there
     size = 2 * options.mib * 1024**2
     rows: list[Measured] = []
     with (

@@ -201,8 +201,10 @@ class Remote:
 
 
 def _play(rows: Rows, prefill: Remote, decode: Remote, lengths: list[int]) -> None:
-    name = f"{prefill.kind.block_tokens} to {decode.kind.block_tokens}, "
-    name += "kvpatch" if decode.kind.kvpatch else "stock"
+    """Hands prompts from P to D. No pair of unlike blocks is stock's to serve."""
+    blocks, is_on = (prefill.kind.block_tokens, decode.kind.block_tokens), decode.kind.kvpatch
+    is_like = blocks[0] == blocks[1]
+    name = f"{blocks[0]} to {blocks[1]}, {'kvpatch' if is_on else 'stock'}"
     for turn, length in enumerate([lengths[0], *lengths]):  # the first one shakes hands
         draw = random.Random(length * 10 + turn)
         prompt = [draw.randrange(2, 250) for _ in range(length)]
@@ -214,14 +216,12 @@ def _play(rows: Rows, prefill: Remote, decode: Remote, lengths: list[int]) -> No
         except RuntimeError as error:
             rows.add(name, tokens=length, error=str(error)[:700])
             return
-        rows.add(
-            name,
-            tokens=length,
-            is_right=found["tokens"] == alone["tokens"],
-            first_ms=found["first_ms"],
-            computed_ms=alone["first_ms"],
-            has_shaken_hands=turn > 0,
-        )
+        is_same = found["tokens"] == alone["tokens"]
+        judged = {"is_right": is_same} if is_on or is_like else {}
+        if is_same:
+            judged |= {"first_ms": found["first_ms"], "computed_ms": alone["first_ms"]}
+        answer = "identical" if is_same else "other tokens" if found["tokens"] else "no tokens"
+        rows.add(name, tokens=length, answer=answer, has_shaken_hands=turn > 0, **judged)
 
 
 def main() -> None:

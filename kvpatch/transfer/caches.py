@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import UnplannableCopy
@@ -33,10 +33,6 @@ class Caches:
     @cached_property
     def _layers(self) -> dict[str, Bytes]:
         return {layer: _bytes_of(tensor) for layer, tensor in self._tensors.items()}
-
-    @cached_property
-    def _place_on_device(self) -> PlaceOnDevice:
-        return placing_on(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +96,7 @@ class Caches:
                 place_in_host_memory(landed, cache.numpy(), address, placement)
             return
         # From host memory in one copy; its space is the chunk's until the event.
-        self._place_on_device(staging.to(self.device, non_blocking=True), into)
+        placing_on(self.device)(staging.to(self.device, non_blocking=True), into)
 
     def _check_inside(self, placements: Iterable[Placement]) -> None:
         """Refuses what would write outside its own layer's allocation, as it is now."""
@@ -151,15 +147,16 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return Bytes(address, memory_at(address, storage.nbytes(), tensor.device))
 
 
+@cache
 def placing_on(device: torch.device) -> PlaceOnDevice:
-    """Returns what places on a device: one launch where Triton's kernel is right there."""
+    """Returns what places on a device: one launch once Triton's kernel has been tried there."""
     if device.type != "cuda":
         return place_on_device
     try:
-        from kvpatch.transfer.placing_kernel import is_right_on, place_surely
+        from kvpatch.transfer.placing_kernel import place_surely
     except ImportError:  # torch without Triton
         return place_on_device
-    return place_surely if is_right_on(device) else place_on_device
+    return place_surely
 
 
 def done() -> bool:

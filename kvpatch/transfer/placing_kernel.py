@@ -9,30 +9,25 @@ each move. It is what this is compared with, and what devices without Triton use
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from math import gcd, prod
-from subprocess import SubprocessError
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
-from triton.errors import TritonError
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segments import BlockList, Int64Array, Numbers, pair_blocks
 from kvpatch.geometry.staged_plan import Placement
+from kvpatch.transfer.kernel_thread import is_ready
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import Move, Side, moves_of, place_on_device
 from kvpatch.transfer.plane_bytes import uploaded
-
-if TYPE_CHECKING:
-    import torch
-
-_LOG = logging.getLogger("kvpatch.staging")
 
 #: That one program copies: with 16 bytes each, 16 KiB.
 _TILE_UNITS = 1024
@@ -73,21 +68,24 @@ class _Row(NamedTuple):
     target_numbers: int
 
 
-#: Of a compiler that fails: also in a request, for it compiles for each number of axes anew.
-NO_KERNEL = TritonError, OSError, SubprocessError
-
 #: That one thread copies at once.
 _WIDEST_BYTES = 16
 #: By bytes of a unit: one of these, or two.
 _ITEMS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 
 
-def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
+def place_by_kernel(
+    staging: torch.Tensor,
+    into: Sequence[tuple[Bytes, Placement]],
+    may_run: Callable[[Hashable, Callable[[], object]], bool] = lambda *_: True,
+) -> bool:
     """Does :func:`kvpatch.transfer.place.place_on_device` in one launch, in the current stream.
 
     Args:
         staging: ``uint8``, one-dimensional.
         into: each placement with the memory that it is in.
+        may_run: asked with what Triton compiles for, and a call that compiles alone; where it is
+            False nothing is done, and this is too.
 
     Raises:
         UnplannableCopy: a move has more units than the kernel can count.
@@ -98,7 +96,7 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         for move in moves_of(placement, cache.address)
     ]
     if not moves:
-        return
+        return True
     landed = staging.data_ptr()
     unit_bytes = gcd(_WIDEST_BYTES, landed, *chain(*(_distances(*move) for move in moves)))
     axes = [_axes_of(move) for _, move in moves]
@@ -131,73 +129,51 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         rows[-1] += [*_Axis()] * (axis_count - len(found))
     parts = np.array(rows), *numbers.arrays, np.array(tiles)
     whole = np.concatenate([part.reshape(-1) for part in parts])
-    _copy[(len(tiles),)](
-        uploaded([whole], staging.device)[0],
-        whole.size - len(tiles),
-        ITEM=_ITEMS[unit_bytes],
-        ITEMS=unit_bytes * 8 // _ITEMS[unit_bytes].primitive_bitwidth,
-        AXES=axis_count,
-        TILE=_TILE_UNITS,
-    )
+    (table,) = uploaded([whole], staging.device)
+    item = _ITEMS[unit_bytes]
+    constants = {"ITEM": item, "ITEMS": unit_bytes * 8 // item.primitive_bitwidth}
+    constants |= {"AXES": axis_count, "TILE": _TILE_UNITS}
+    arguments = table, whole.size - len(tiles)
+    compile_alone = partial(_copy[(0,)], *arguments, **constants)
+    is_there = may_run(("placing", unit_bytes, axis_count), compile_alone)
+    if is_there:
+        _copy[(len(tiles),)](*arguments, **constants)
+    return is_there
 
 
 def place_surely(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
-    """Does :func:`place_by_kernel`, or indexes instead where the kernel cannot be compiled.
-
-    Raises:
-        UnplannableCopy: a move has more units than the kernel can count.
-    """
-    try:
-        place_by_kernel(staging, into)
-    except NO_KERNEL as error:
-        _LOG.warning(
-            "Triton's kernel is not there for a copy, which takes more launches: %s", error
-        )
+    """Does :func:`place_by_kernel`, or indexes until the kernel has been tried and compiled."""
+    device = staging.device
+    may_run = partial(is_ready, device)
+    is_tried = may_run("placing", partial(is_right_on, device))
+    if not (is_tried and place_by_kernel(staging, into, may_run)):
         place_on_device(staging, into)
 
 
-def is_right_on(device: torch.device) -> bool:
-    """Returns True if the kernel runs on a device, and places there what indexing places.
+def is_right_on(device: torch.device, items: Sequence[int] = (2, 4, 8)) -> bool:
+    """Returns True if the kernel places on a device what indexing places there.
 
     It is tried on a small copy of every kind: two layers, tokens before heads into heads
     before tokens, blocks of 6 tokens into blocks of 4; in units of 4, 8 and 16 bytes,
     which are the most that two heads of an item have in common.
     """
-    try:
-        is_right = all(_is_right_in(device, item_bytes) for item_bytes in (2, 4, 8))
-    except (RuntimeError, *NO_KERNEL) as error:
-        _LOG.warning(
-            "Triton's kernel does not run on %s: copies take more launches: %s", device, error
-        )
-        return False
-    if not is_right:
-        _LOG.warning(
-            "Triton's kernel places other bytes on %s than torch does, and is not used: copies "
-            "take more launches. Report it with the versions of torch and Triton",
-            device,
-        )
-    return is_right
-
-
-def _is_right_in(device: torch.device, item: int) -> bool:
-    """Returns True if the kernel places items of so many bytes as indexing does."""
-    import torch
-
-    heads, tokens = CopyAxis(2, item, item), CopyAxis(4, 2 * item, 8 * item)
-    strides = CopyStrides(
-        item, CopyAxis(4, 48 * item, 32 * item), CopyAxis(6, 8 * item, 2 * item), (heads, tokens)
-    )
     blocks = BlockList(np.array([2, 0, 1, 3]), 6), BlockList(np.array([5, 1, 0, 4, 2]), 4)
     segments = pair_blocks(*blocks, 1, 20)
-    noise = np.random.default_rng(0).integers(0, 256, 2 * 4 * 48 * item, dtype=np.uint8)
-    staging = torch.from_numpy(noise).to(device)  # no two blocks are alike
-    found, expected = torch.zeros(2, 2 * 6 * 32 * item, dtype=torch.uint8, device=device)
-    for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
-        address = memory.data_ptr()
-        into = Bytes(address, memory)
-        layers = ((0, address), (4 * 48 * item, address + 6 * 32 * item))
-        place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
-    return bool(torch.equal(found, expected))
+    for item in items:
+        block, token = CopyAxis(4, 48 * item, 32 * item), CopyAxis(6, 8 * item, 2 * item)
+        inner = CopyAxis(2, item, item), CopyAxis(4, 2 * item, 8 * item)
+        strides = CopyStrides(item, block, token, inner)
+        noise = np.random.default_rng(0).integers(0, 256, 2 * 4 * 48 * item, dtype=np.uint8)
+        staging = torch.from_numpy(noise).to(device)  # no two blocks are alike
+        found, expected = torch.zeros(2, 2 * 6 * 32 * item, dtype=torch.uint8, device=device)
+        for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
+            address = memory.data_ptr()
+            into = Bytes(address, memory)
+            layers = ((0, address), (4 * 48 * item, address + 6 * 32 * item))
+            place(staging, [(into, Placement("", *at, strides, segments)) for at in layers])
+        if not torch.equal(found, expected):
+            return False
+    return True
 
 
 class _BlockNumbers:

@@ -66,8 +66,8 @@ MEANINGS = {
     "a client without the key gets no answer",
     "KVPATCH_SIDE_CHANNEL_PLAIN": "`true`: also talks to engines without the key, for a roll-out",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
-    "direct-and-staged); made when the first read needs it (half or a quarter of it where the "
-    "device has no memory left), and once more where failed transfers hold too much of it",
+    "direct-and-staged), beside what vLLM's `--gpu-memory-utilization` counts; made when the "
+    "first staged read needs it (half or a quarter of it where the device has no memory left)",
     "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps, without an own thread; slower",
     "KVPATCH_TRANSFER": "`direct` or `staged` forces one way of reading heterogeneous caches",
     "KVPATCH_PEER_BLOCK_SIZE": "`--block-size` of every P, where handshakes do not state it "

@@ -36,6 +36,10 @@ class TensorsElsewhere:
     """The layers' tensors; those that share an allocation go on doing so."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if asked() == GPU:
+            from kvpatch.transfer import kernel_thread
+
+            kernel_thread.patience_seconds = 60.0  # it is the kernels' bytes that are compared
         device = torch.device("cuda", 0) if asked() == GPU else torch.device("cpu")
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
         self._pairs = {

@@ -36,6 +36,7 @@ def test_a_pair_that_does_not_fit_serves_after_one_change(tmp_path):
     assert status == 1
     assert before["configured"]["outcome"] == "refused at the first request"
     assert before["kvpatch"]["outcome"] == "identical"
+    assert "up to 256 MiB more memory" in before["kvpatch"]["way"]
     assert before["changes"][0].startswith("D: set ENABLE_KVPATCH=true")
     assert before["preflight"] == before["assumed"] == []
 
@@ -44,6 +45,11 @@ def test_a_pair_that_does_not_fit_serves_after_one_change(tmp_path):
     assert status == 0
     assert after["configured"]["outcome"] == "identical"
     assert after["changes"] == []
+
+    d = write_side(
+        tmp_path, "d", env={"ENABLE_KVPATCH": "true", "KVPATCH_STAGING_BYTES": str(96 * 2**20)}
+    )
+    assert "up to 96 MiB more memory" in _json(p, d)[1]["kvpatch"]["way"]
 
 
 def test_the_change_that_needs_no_kvpatch_serves_too(tmp_path):

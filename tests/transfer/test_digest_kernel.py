@@ -5,6 +5,7 @@ The interpreter runs the kernel's own code on a CPU. Here nothing runs on a GPU.
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.one_memory import storage_of
 from tests.geometry.interpreted_kernel import interpreted_kernel
 from tests.geometry.test_tiles import rows_of
@@ -52,8 +54,10 @@ def fast_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_sums(table: TableTokens, extent: tuple[int, int], range_tokens: int) -> None:
     """Each piece has the sums by the kernel that it has on the host."""
     for alike in table.alike():
-        for piece in table.pieces(alike, [extent], range_tokens, Weights(SEED)):
+        pieces = list(table.pieces(alike, [extent], range_tokens, Weights(SEED)))
+        for piece in pieces:
             assert torch.equal(digest_kernel().sums_by_kernel(piece), piece.sums_by_torch())
+        assert all(map(digest_kernel()._is_right_for, pieces[:1])), "the trial of this kind"
 
 
 @settings(max_examples=15, deadline=None)
@@ -111,8 +115,8 @@ def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
     assert_sums(table, (0, 48), 16)
 
 
-def some_piece(seed: int = 1) -> DigestPiece:
-    engine = Engine(request_of(), Rank(seed=seed))
+def some_piece(seed: int = 1, layout: str = "HND") -> DigestPiece:
+    engine = Engine(request_of(), Rank(layout, seed=seed))
     memories = dict.fromkeys((p.layer for p in engine.planes), storage_of(engine.memory))
     table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
     (alike,) = table.alike()
@@ -155,37 +159,66 @@ def test_a_device_with_triton_uses_it(kernel: ModuleType, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def launches(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[DigestPiece]:
-    """Counts the sums by the kernel, of a process that has made none so far."""
-    launches: list[DigestPiece] = []
-    by_kernel = kernel.sums_by_kernel
+def sums(kernel: ModuleType, untried: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Says who sums what, by the memory that a piece lies in."""
+    sums: list[str] = []
+    of_cache = some_piece().alike.memory.memory.numel()
 
-    def counted(piece: DigestPiece) -> torch.Tensor:
-        launches.append(piece)
-        found: torch.Tensor = by_kernel(piece)
-        return found
+    def watched(name: str, real: Any) -> Any:
+        def summed(piece: DigestPiece) -> torch.Tensor:
+            is_cache = piece.alike.memory.memory.numel() == of_cache
+            sums.append(f"{name}, {'cache' if is_cache else 'noise'}")
+            found: torch.Tensor = real(piece)
+            return found
 
-    monkeypatch.setattr(kernel, "_is_right", {})
-    monkeypatch.setattr(kernel, "sums_by_kernel", counted)
-    return launches
+        return summed
+
+    monkeypatch.setattr(kernel, "sums_by_kernel", watched("kernel", kernel.sums_by_kernel))
+    monkeypatch.setattr(DigestPiece, "sums_by_torch", watched("torch", DigestPiece.sums_by_torch))
+    return sums
 
 
-def test_the_first_piece_of_a_kind_is_summed_both_ways(
-    kernel: ModuleType, launches: list[DigestPiece], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_torch: list[DigestPiece] = []
-    real = DigestPiece.sums_by_torch
-    monkeypatch.setattr(DigestPiece, "sums_by_torch", lambda p: (by_torch.append(p), real(p))[1])
+def test_each_kind_is_tried_on_noise_first(kernel: ModuleType, sums: list[str]) -> None:
     for seed in (1, 2):
-        piece = some_piece(seed)
-        assert torch.equal(kernel.sums_surely(piece), real(piece))
-    assert (len(launches), len(by_torch)) == (2, 1)
+        kernel.sums_surely(some_piece(seed))
+    assert sums == ["kernel, noise", "torch, noise", "kernel, cache", "kernel, cache"]
+
+
+def test_no_digest_waits_for_the_compiler(
+    kernel: ModuleType, sums: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = threading.Event()
+    kernel_thread._thread.submit(compiled.wait, 60)
+    monkeypatch.setattr(kernel_thread, "patience_seconds", 0.0)
+    kernel.sums_surely(some_piece())
+    assert sums == ["torch, cache"]
+    compiled.set()
+    kernel_thread._thread.submit(int).result()
+    kernel.sums_surely(some_piece())
+    assert sums[-1] == "kernel, cache"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("axis", ["block", "head"])
+def test_the_trial_sees_another_block_and_head(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, layout: str, axis: str
+) -> None:
+    piece, real = some_piece(layout=layout), kernel.sums_by_kernel
+    assert kernel._is_right_for(piece)
+
+    def wrong(piece: DigestPiece) -> torch.Tensor:
+        if axis == "head":
+            return real(piece).flip(1)
+        return real(piece._replace(numbers=np.roll(piece.numbers, 1)))
+
+    monkeypatch.setattr(kernel, "sums_by_kernel", wrong)
+    assert not kernel._is_right_for(piece)
 
 
 @pytest.mark.parametrize("fault", ["other sums", "no compiler", "full disk"])
 def test_one_that_is_wrong_or_does_not_compile_is_not_used(
     kernel: ModuleType,
-    launches: list[DigestPiece],
+    untried: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fault: str,
@@ -202,8 +235,7 @@ def test_one_that_is_wrong_or_does_not_compile_is_not_used(
     for _ in range(2):
         piece = some_piece()
         assert torch.equal(kernel.sums_surely(piece), piece.sums_by_torch())
-    assert len(launches) == 1
-    said = "comes to other digests" if fault == "other sums" else fault
+    said = "comes to other bytes" if fault == "other sums" else fault
     assert said in caplog.text and len(caplog.records) == 1
 
 

@@ -21,9 +21,9 @@ from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.host_buffer.host_pool import HostPool, forget_last_error
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.agent_gate import AgentGate
-from kvpatch.transfer.caches import Caches, placing_on
-from kvpatch.transfer.place import place_on_device
+from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.slow_digests import as_numbers
@@ -32,7 +32,7 @@ from tests.on_gpu import GPU
 
 from .digest_world import digested
 
-pytestmark = pytest.mark.patching
+pytestmark = [pytest.mark.patching, pytest.mark.usefixtures("untried")]
 
 LAYOUTS = ("HND", "NHD", "HND_in_block", "NHD_in_block", "LBHNC", "LBNHC", "BLHNC", "CPU_packed")
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -144,8 +144,14 @@ def test_blocks_are_saved_to_pinned_memory(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ON_GPU)
-def test_the_kernel_is_what_places(device: str) -> None:
-    assert placing_on(torch.device(device)) is not place_on_device
+def test_the_kernels_are_what_places_and_digests(device: str) -> None:
+    world = World(3, device)
+    world.place(1)
+    memories = memories_of({plane.layer: world.memories[1] for plane in world.local[1]})
+    digested(memories, world.local[1], world.blocks[1], 16, (0, world.tokens))
+    tried = {kind: trial.result() for (_, kind), trial in kernel_thread._tried.items()}
+    assert {kind[0] for kind in tried if isinstance(kind, tuple)} == {"placing", "digests"}
+    assert all(tried.values())
 
 
 @pytest.mark.parametrize("device", ON_GPU)

@@ -5,6 +5,7 @@ The interpreter runs the kernel's own code on a CPU. Here nothing runs on a GPU.
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Placement
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.caches import placing_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
@@ -31,75 +33,124 @@ def kernel() -> ModuleType:
     return interpreted_kernel()
 
 
+class Launches:
+    """Triton's kernel, with a count of the launches that run something.
+
+    Args:
+        error: raised by each launch in its place.
+    """
+
+    def __init__(self, kernel: Any, error: Exception | None = None) -> None:
+        self._kernel, self._error = kernel, error
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        self.count += grid[0] > 0
+        return self._kernel[grid] if self._error is None else self._fail
+
+    def _fail(self, *_: Any, **__: Any) -> None:
+        raise self._error or AssertionError
+
+
 @pytest.fixture
-def as_cuda(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Fake: a CPU device that says that it is CUDA's."""
-
-    class Device:
-        type = "cuda"
-
-    monkeypatch.setattr(kernel, "is_right_on", lambda _, is_right=kernel.is_right_on: is_right(CPU))
-    return Device()
+def launches(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    launches = Launches(kernel._copy)
+    monkeypatch.setattr(kernel, "_copy", launches)
+    return launches
 
 
-def test_it_places_what_indexing_places(kernel: ModuleType, as_cuda: Any) -> None:
+def assert_read(kernel: ModuleType) -> None:
+    """Places a chunk as a read does: its bytes are where indexing places them."""
+    strides = CopyStrides(2, CopyAxis(4, 96, 64), CopyAxis(6, 16, 4), (CopyAxis(2, 2, 2),))
+    blocks = BlockList(np.array([2, 0, 1, 3]), 6), BlockList(np.array([5, 1, 0, 4, 2]), 4)
+    staging = torch.arange(4 * 96).mul(7).to(torch.uint8)
+    found, expected = torch.zeros(2, 6 * 64, dtype=torch.uint8)
+    for place, memory in ((kernel.place_surely, found), (place_on_device, expected)):
+        placement = Placement("", 0, memory.data_ptr(), strides, pair_blocks(*blocks, 1, 20))
+        place(staging, [(Bytes(memory.data_ptr(), memory), placement)])
+    assert torch.equal(found, expected)
+    assert expected.any()
+
+
+def test_it_places_what_indexing_places(kernel: ModuleType) -> None:
     """The trial that an engine makes before it uses the kernel."""
     assert kernel.is_right_on(CPU)
-    assert placing_on(as_cuda) is kernel.place_surely
+
+
+def test_a_device_with_triton_uses_it(kernel: ModuleType) -> None:
+    assert placing_on(torch.device("cuda", 0)) is kernel.place_surely
     assert placing_on(CPU) is place_on_device
+
+
+def test_no_read_waits_for_the_compiler(
+    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the trial's kernels nor for its own; and it uses them when they are there."""
+    compiled = threading.Event()
+    kernel_thread._thread.submit(compiled.wait, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_thread, "patience_seconds", 0.0)
+        assert_read(kernel)
+        assert launches.count == 0
+        compiled.set()
+        kernel_thread._thread.submit(int).result()
+        tried = launches.count
+        assert_read(kernel)
+        assert launches.count == tried > 0, "another kind, which is compiled now"
+        kernel_thread._thread.submit(int).result()
+        assert_read(kernel)
+    assert launches.count == tried + 1
 
 
 def test_one_that_places_other_bytes_is_not_used(
     kernel: ModuleType,
-    as_cuda: Any,
+    untried: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def wrong(staging: torch.Tensor, into: Any) -> None:
+    def wrong(staging: torch.Tensor, into: Any, _: Any = None) -> None:
         place_on_device(staging, into)
         ((_, memory), _) = into[0]
         memory[17] += 1
 
     monkeypatch.setattr(kernel, "place_by_kernel", wrong)
-    assert placing_on(as_cuda) is place_on_device
-    assert "places other bytes" in caplog.text
+    for _ in range(2):
+        assert_read(kernel)
+    assert "comes to other bytes" in caplog.text and len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("is_tried", [False, True], ids=["in the trial", "for another read"])
+@pytest.mark.parametrize("fault", ["no compiler", "full disk", "no assembler"])
 def test_one_that_does_not_compile_is_not_used(
     kernel: ModuleType,
-    as_cuda: Any,
+    untried: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    fault: str,
+    is_tried: bool,  # noqa: FBT001
 ) -> None:
-    def no_compiler(*_: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(kernel, "place_by_kernel", no_compiler)
-    assert placing_on(as_cuda) is place_on_device
-    assert "Failed to find C compiler" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["full disk", "no assembler"])
-def test_one_that_does_not_compile_later_is_left_out(
-    kernel: ModuleType, as_cuda: Any, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Triton compiles for each number of axes, in the midst of a request, which ends no read."""
+    """Triton compiles it for each number of axes anew."""
     from triton.errors import TritonError
 
-    by_kernel, place = kernel.place_by_kernel, placing_on(as_cuda)
-    error = OSError(28, "No space left on device") if kind == "full disk" else TritonError("ptxas")
+    kinds = {"no compiler": RuntimeError, "full disk": OSError, "no assembler": TritonError}
+    if is_tried:
+        assert kernel_thread.is_ready(CPU, "placing", lambda: True)
+    monkeypatch.setattr(kernel, "_copy", Launches(kernel._copy, kinds[fault](fault)))
+    for _ in range(2):
+        assert_read(kernel)
+    assert fault in caplog.text and len(caplog.records) == 1
 
-    class NoKernel:
-        def __getitem__(self, _: Any) -> Any:
-            raise error
 
-    def as_in_a_read(staging: torch.Tensor, into: Any) -> None:
-        monkeypatch.setattr(kernel, "place_by_kernel", by_kernel)
-        place(staging, into)
-
-    monkeypatch.setattr(kernel, "_copy", NoKernel())
-    monkeypatch.setattr(kernel, "place_by_kernel", as_in_a_read)
-    assert kernel._is_right_in(CPU, 2), "it places what indexing places"
+def test_memory_that_is_short_for_once_ends_no_kernel(
+    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        full = Launches(kernel._copy, torch.OutOfMemoryError("no memory"))
+        patch.setattr(kernel, "_copy", full)
+        assert_read(kernel)
+    assert launches.count == 0
+    assert_read(kernel)
+    assert launches.count > 1
 
 
 @pytest.mark.parametrize("item", [2, 4, 8])
@@ -117,9 +168,9 @@ def test_the_trial_sees_another_block_and_layer(
             staging = staging.view(2, -1).flip(0).reshape(-1)
         real(staging, into)
 
-    assert kernel._is_right_in(CPU, item)
+    assert kernel.is_right_on(CPU, [item])
     monkeypatch.setattr(kernel, "place_by_kernel", wrong)
-    assert not kernel._is_right_in(CPU, item)
+    assert not kernel.is_right_on(CPU, [item])
 
 
 def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:

@@ -8,7 +8,8 @@ is what devices without Triton use.
 
 from __future__ import annotations
 
-import logging
+from copy import copy
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,10 +19,9 @@ import triton.language as tl
 
 from kvpatch.checks.digests.digest_pieces import DigestPiece
 from kvpatch.checks.digests.digests import WORD_BYTES, rows_of
-from kvpatch.transfer.placing_kernel import NO_KERNEL
+from kvpatch.transfer.kernel_thread import is_ready
+from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import uploaded
-
-_LOG = logging.getLogger("kvpatch.digests")
 
 #: Tokens of one program at most: as many as the smallest range has.
 _TOKENS = 16
@@ -31,40 +31,39 @@ _HEADS = 4
 _WORDS = 4096
 #: By bytes.
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
-#: By device, unit, words of a row and axes: True if the kernel came to the sums of torch.
-_is_right: dict[tuple[torch.device, int, int, int, int], bool] = {}
+#: Of noise, that the kernel is tried on.
+_BLOCKS = 4
 
 
 def sums_surely(piece: DigestPiece) -> torch.Tensor:
-    """Does :func:`sums_by_kernel` where that is right, and else by torch's operations.
+    """Does :func:`sums_by_kernel`, or torch's operations until that has been tried.
 
-    Triton compiles the kernel for each kind of rows. The first piece of each kind is summed both
-    ways.
+    Triton compiles the kernel for each kind of rows, and each is tried.
     """
     alike = piece.alike
     axes = len(alike.axes), len(alike.planes[0].token_axes)
-    kind = (alike.memory.memory.device, alike.unit, rows_of(alike.row_bytes)[1], *axes)
-    if not _is_right.get(kind, True):
-        return piece.sums_by_torch()
-    try:
-        found = sums_by_kernel(piece)
-    except torch.OutOfMemoryError:  # it may be over with the next piece
-        raise
-    except (RuntimeError, *NO_KERNEL) as error:
-        _LOG.warning("Triton's kernel does not run on %s: digests take longer: %s", kind[0], error)
-        _is_right[kind] = False
-        return piece.sums_by_torch()
-    if kind in _is_right:
-        return found
-    expected = piece.sums_by_torch()
-    _is_right[kind] = torch.equal(found, expected)
-    if not _is_right[kind]:
-        _LOG.warning(
-            "Triton's kernel comes to other digests on %s than torch does, and is not used. "
-            "Report it with the versions of torch and Triton",
-            kind[0],
-        )
-    return expected
+    kind = "digests", alike.unit, rows_of(alike.row_bytes)[1], *axes
+    if is_ready(alike.memory.memory.device, kind, partial(_is_right_for, piece)):
+        return sums_by_kernel(piece)
+    return piece.sums_by_torch()
+
+
+def _is_right_for(piece: DigestPiece) -> bool:
+    """Returns True if the kernel comes to the sums of torch, of a piece like this one of noise.
+
+    The cache itself may be another request's by now. Axes lie in the order in which they do there.
+    """
+    alike, device, size = copy(piece.alike), piece.alike.memory.memory.device, 1
+    alike.axes = list(alike.axes)
+    for number, (items, _) in sorted(enumerate(alike.axes), key=lambda axis: axis[1][1]):
+        alike.axes[number] = items, size
+        size *= items
+    alike.step = -(-size // WORD_BYTES) * WORD_BYTES * alike.unit
+    noise = torch.randint(0, 256, (_BLOCKS * alike.step,), dtype=torch.uint8, device=device)
+    alike.memory = Bytes(alike.first, noise)
+    numbers = np.arange(piece.numbers.size).reshape(piece.numbers.shape) % _BLOCKS
+    tried = piece._replace(alike=alike, numbers=numbers)
+    return bool(torch.equal(sums_by_kernel(tried), tried.sums_by_torch()))
 
 
 def sums_by_kernel(piece: DigestPiece) -> torch.Tensor:

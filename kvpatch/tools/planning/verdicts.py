@@ -127,19 +127,19 @@ def _decisions(pair: Pair, declared: DeclaredGeometry, stated: KeyOrder | None) 
     for rank in sorted({0, d.tp_size - 1}):
         geometry = geometry_of(d, rank)
         planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
-        local = LocalCache(geometry, planes, _staging_bytes(d), declared=declared)
+        is_forced = d.arguments.environment.get(settings.TRANSFER, "").lower() == "staged"
+        pool = _staging_bytes(d) if is_forced else None
+        local = LocalCache(geometry, planes, pool, declared=declared)
         for met in pair.ranks_met(rank):
             peer = replace(stated_by(p, met, d), stated_keys=stated)
             found.append(decide(local, peer, d.facts))
     return found
 
 
-def _staging_bytes(engine: PlannedEngine) -> int | None:
-    """The size of the pool that every read goes through; None where they need not."""
+def _staging_bytes(engine: PlannedEngine) -> int:
     found = engine.arguments.environment
     pool = found.get(settings.STAGING_BYTES, settings.DEFAULT_STAGING_BYTES)
-    is_forced = found.get(settings.TRANSFER, "").lower() == "staged"
-    return whole_number(pool, settings.STAGING_BYTES) if is_forced else None
+    return whole_number(pool, settings.STAGING_BYTES)
 
 
 def _declared(engine: PlannedEngine) -> DeclaredGeometry:
@@ -178,7 +178,9 @@ def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Ver
     if list(map(type, found)) != list(map(type, exact)):  # vLLM reads keys in another order
         return Verdict(Outcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
     is_read = any(isinstance(one, Read) for one in found)
-    return Verdict(Outcome.IDENTICAL, way="read by kvpatch" if is_read else "vLLM's own")
+    mib = _staging_bytes(d) / 2**20
+    way = f"read by kvpatch; each worker of D takes up to {mib:g} MiB more memory"
+    return Verdict(Outcome.IDENTICAL, way=way if is_read else "vLLM's own")
 
 
 def _not_compared(factor: Factor) -> Verdict:

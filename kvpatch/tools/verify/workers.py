@@ -29,6 +29,7 @@ from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.load.heterogeneous_reads import staging_pool
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends
@@ -237,6 +238,7 @@ class _Decode:
 
     def __init__(self, own: WorkerMemory) -> None:
         self._own, self._memory = own, own.memory
+        kernel_thread.patience_seconds = _SECONDS  # it is the kernels' bytes that are compared
         # As P has it, and D.
         self._remote, self._before = noise(_CACHE_BYTES, 1), noise(_CACHE_BYTES, 2)
         self._pool = staging_pool(own.agent, own.kind, own.memory.device)
