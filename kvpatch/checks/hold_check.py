@@ -25,7 +25,7 @@ from kvpatch.core.errors import AnswerGone, PeerRefused, ReadRefused
 from kvpatch.load.read_request import HOLD, ReadRequest
 from kvpatch.load.reader import RankRead, RequestContext
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Check
+from kvpatch.transfer.lease import Check
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 
 _LOG = logging.getLogger("kvpatch.staging")

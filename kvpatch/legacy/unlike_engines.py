@@ -33,7 +33,7 @@ from kvpatch.load.reader_attachment import can_read, leases_of
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.cross_layer_blocks import listener_told
 from kvpatch.peer.inspected_caches import InspectedCaches
-from kvpatch.peer.unstated_blocks import with_names, words_of
+from kvpatch.peer.statement import with_names, words_of
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.worker.kv_cache_groups import reserves_slots

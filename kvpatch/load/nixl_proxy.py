@@ -11,7 +11,7 @@ from kvpatch.core.proxies import AgentProxy, ObjectProxy
 from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.peer.other_releases import to_agent, to_engine
 from kvpatch.transfer.checked_transfer import CheckedTransfer
-from kvpatch.transfer.lifetime import HEARTBEAT
+from kvpatch.transfer.lease import HEARTBEAT
 from kvpatch.transfer.nixl import mask_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.worker.state import worker_state

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.observe.book import Book
-from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
+from kvpatch.transfer.lease import Lease, Leases, Lifetime
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.caches import Caches
-    from kvpatch.transfer.lifetime import Check
+    from kvpatch.transfer.lease import Check
     from kvpatch.transfer.own_read import Fate
     from kvpatch.transfer.progress_thread import ProgressThread
     from kvpatch.transfer.storageless import StoragelessCaches

@@ -28,7 +28,7 @@ from kvpatch.peer.inspected_caches import (
 from kvpatch.peer.other_releases import Notifications
 from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_ranks import places_of_states
-from kvpatch.transfer.lifetime import Leases
+from kvpatch.transfer.lease import Leases
 from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest
 from kvpatch.worker.registered_caches import DeviceCaches

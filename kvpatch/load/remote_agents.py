@@ -32,8 +32,7 @@ from kvpatch.peer.homogeneous_view import (
 )
 from kvpatch.peer.other_releases import PeerReleases, read_statement
 from kvpatch.peer.peer_hash import NamedPeers
-from kvpatch.peer.unread_caches import UnreadCache
-from kvpatch.peer.unstated_blocks import (
+from kvpatch.peer.statement import (
     CONTENTS,
     KEYS,
     LAYOUT,
@@ -46,6 +45,7 @@ from kvpatch.peer.unstated_blocks import (
     order_of,
     stated_blocks,
 )
+from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("kvpatch.metrics")
 
 
 def _show_description(release: ReleaseWorker) -> None:
-    from kvpatch.peer.description import published
+    from kvpatch.peer.engine_description import published
 
     try:
         found = published(release)

@@ -8,7 +8,7 @@ Why:
     and values.
 Where:
     Schedulers and workers of both sides; like pairs too. Of a P without kvpatch D counts the
-    lease by its own clock (``transfer/lifetime.py``), on every release.
+    lease by its own clock (``transfer/lease.py``), on every release.
 How:
     Each worker of P registers a small table in host memory. When a request that D will read gets
     its blocks, the scheduler draws a word that no other request ever had, the workers write it

@@ -170,17 +170,17 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
 
 
 def _state(worker: Any) -> dict[str, Any]:
-    from kvpatch.peer import unstated_blocks
+    from kvpatch.peer import statement
 
     ours = held_by(worker, LocalGeometry)
-    return {WORDS: unstated_blocks.words_of(release_worker(worker), ours)}
+    return {WORDS: statement.words_of(release_worker(worker), ours)}
 
 
 def _take_statements(scheduler: Any, metadata: Any) -> Any:
-    from kvpatch.peer import unstated_blocks
+    from kvpatch.peer import statement
 
-    scheduler_state(scheduler).has_stock_workers = unstated_blocks.lack_kvpatch(metadata)
-    return unstated_blocks.with_stated_words(metadata)
+    scheduler_state(scheduler).has_stock_workers = statement.lack_kvpatch(metadata)
+    return statement.with_stated_words(metadata)
 
 
 def _nixl_handshake(
@@ -193,9 +193,9 @@ def _nixl_handshake(
     *more: Any,
     **named: Any,
 ) -> Any:
-    from kvpatch.peer import unstated_blocks
+    from kvpatch.peer import statement
 
-    channels = worker_state(instance).of(unstated_blocks.SideChannels)
+    channels = worker_state(instance).of(statement.SideChannels)
     channels.found[expected_engine_id] = Address(host, int(port))
     return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
 

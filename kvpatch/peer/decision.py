@@ -25,8 +25,8 @@ from kvpatch.peer.remote_ranks import (
     sizes_at_peer,
     states_of_peer,
 )
+from kvpatch.peer.statement import DeclaredGeometry, check_key_order, complete
 from kvpatch.peer.unread_caches import UnreadCache, check_unread
-from kvpatch.peer.unstated_blocks import DeclaredGeometry, check_key_order, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 

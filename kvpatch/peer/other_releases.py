@@ -19,7 +19,7 @@ from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import FACTS, Question, ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, inner_layout, layer_by_layer
-from kvpatch.transfer.lifetime import HEARTBEAT
+from kvpatch.transfer.lease import HEARTBEAT
 from kvpatch.worker.state import held_by
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 from kvpatch.core.errors import LOOK_INTO_LOG, BadOptions, RequestFailed
 from kvpatch.core.text import one_line
-from kvpatch.peer.description import unpacked
+from kvpatch.peer.engine_description import unpacked
 
 if TYPE_CHECKING:
     from rich.console import Console

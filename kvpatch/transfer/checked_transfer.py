@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 from kvpatch.transfer.own_read import OwnRead
 

@@ -20,7 +20,7 @@ from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.segments import Int64Array
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead, Tally, Telemetry
 from kvpatch.transfer.plane_bytes import Tails

@@ -503,7 +503,7 @@ class Player(Engine):
 
     def end_leases(self) -> None:
         """Has P's leases of all that is being read have run out."""
-        from kvpatch.transfer.lifetime import Lease
+        from kvpatch.transfer.lease import Lease
 
         for worker in self._inner_workers():
             for reads in worker._recving_transfers.values():

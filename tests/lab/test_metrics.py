@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.peer.description import unpacked
+from kvpatch.peer.engine_description import unpacked
 from kvpatch.peer.peer_hash import digest_of
 
 from . import test_stale_blocks as stale_blocks

@@ -12,7 +12,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import inner_layout_of_axes
-from kvpatch.tools.planning.model import BACKENDS
+from kvpatch.tools.planning.models_and_backends import BACKENDS
 from tests.releases.cache import tree
 
 from .backend_shapes import CLASSES, MAY_BE_MISSING

@@ -12,7 +12,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.decision import Read, Stock, decide
-from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, declared_geometry
+from kvpatch.peer.statement import BY_WORD, DeclaredGeometry, declared_geometry
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.vllm_bugs import may_use_amx
 

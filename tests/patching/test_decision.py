@@ -16,8 +16,8 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
+from kvpatch.peer.statement import DeclaredGeometry
 from kvpatch.peer.unread_caches import UnreadCache
-from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
 from kvpatch.worker.local_geometry import KernelBlockSizes, units_of
 from kvpatch.worker.recurrent_state import StatePages

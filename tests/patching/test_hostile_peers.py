@@ -25,7 +25,7 @@ from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
-from kvpatch.peer.unstated_blocks import DeclaredGeometry, complete
+from kvpatch.peer.statement import DeclaredGeometry, complete
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from tests.lab.releases import is_full

@@ -22,7 +22,7 @@ from kvpatch.observe.catalogue import (
     Outcome,
 )
 from kvpatch.observe.prometheus import Shown
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.own_read import Telemetry
 
 pytestmark = pytest.mark.patching

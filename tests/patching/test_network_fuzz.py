@@ -32,7 +32,7 @@ from kvpatch.peer.other_releases import (
     question_for,
     read_statement,
 )
-from kvpatch.peer.unstated_blocks import SideChannels, stated_blocks
+from kvpatch.peer.statement import SideChannels, stated_blocks
 
 from .test_unlike_releases import HASHED, fields
 

@@ -15,7 +15,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.peer import side_channel_key
 from kvpatch.peer.agent_metadata import StatedBlocks
 from kvpatch.peer.other_releases import Address
-from kvpatch.peer.unstated_blocks import (
+from kvpatch.peer.statement import (
     BLOCKS,
     CONTENTS,
     DTYPE,

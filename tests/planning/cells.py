@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvpatch.peer.description import FULL, STATE, Caches, Layer
+from kvpatch.peer.engine_description import FULL, STATE, Caches, Layer
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.description import Description
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, Role, engine_of

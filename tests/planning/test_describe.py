@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpatch.peer.description import packed, unpacked
+from kvpatch.peer.engine_description import packed, unpacked
 from kvpatch.peer.peer_hash import digest_of
 from kvpatch.tools.cli import app
 from kvpatch.tools.engine_report import report, values_of

@@ -11,7 +11,7 @@ import pytest
 from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import read_arguments
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
-from kvpatch.tools.planning.model import read_model
+from kvpatch.tools.planning.models_and_backends import read_model
 from kvpatch.tools.planning.verdicts import Outcome, verdicts
 
 from .walk import CONFIG, write_side

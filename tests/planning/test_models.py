@@ -10,7 +10,7 @@ import pytest
 
 from kvpatch.core.errors import BadOptions
 from kvpatch.tools.planning.arguments import known
-from kvpatch.tools.planning.model import Model, read_model
+from kvpatch.tools.planning.models_and_backends import Model, read_model
 
 from .described import described
 

@@ -20,7 +20,7 @@ from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovere
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.lifetime import Lease
+from kvpatch.transfer.lease import Lease
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead

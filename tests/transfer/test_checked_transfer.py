@@ -9,7 +9,7 @@ import pytest
 
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.checked_transfer import CheckedTransfer
-from kvpatch.transfer.lifetime import Lease, Lifetime
+from kvpatch.transfer.lease import Lease, Lifetime
 
 pytestmark = pytest.mark.patching
 

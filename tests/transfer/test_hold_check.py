@@ -25,7 +25,7 @@ from kvpatch.checks.tables import (
 from kvpatch.core.errors import PeerRefused
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
-from kvpatch.transfer.lifetime import Lease, Lifetime
+from kvpatch.transfer.lease import Lease, Lifetime
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 

@@ -13,7 +13,7 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import ReadRequest, Waits, stated_end
 from kvpatch.load.reader_attachment import leases_of
-from kvpatch.transfer.lifetime import Heartbeats, Lease, Leases
+from kvpatch.transfer.lease import Heartbeats, Lease, Leases
 
 pytestmark = pytest.mark.patching
 

@@ -15,7 +15,7 @@ from kvpatch.core.errors import PoolExhausted
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staging_pool
-from kvpatch.transfer.lifetime import Lease, Lifetime
+from kvpatch.transfer.lease import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
 
 from .staged_world import (

@@ -31,7 +31,7 @@ from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, Reques
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import Book
 from kvpatch.peer.inspected_caches import InspectedCaches
-from kvpatch.transfer.lifetime import Check
+from kvpatch.transfer.lease import Check
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
 from kvpatch.worker.kv_cache_groups import Group

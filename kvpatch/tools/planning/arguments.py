@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
-from kvpatch.peer.description import RUNNING
+from kvpatch.peer.engine_description import RUNNING
 from kvpatch.tools.planning.description import Description, description_in, read_json
 
 SECTION = "kvpatch"

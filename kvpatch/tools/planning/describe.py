@@ -23,7 +23,7 @@ from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.peer import peer_hash
-from kvpatch.peer.description import TRANSFER, Caches, caches_of, content_of
+from kvpatch.peer.engine_description import TRANSFER, Caches, caches_of, content_of
 from kvpatch.peer.peer_hash import own_factors
 from kvpatch.worker.kv_cache_groups import spec_of
 from kvpatch.worker.release_worker import ReleaseWorker

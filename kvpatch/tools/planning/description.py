@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.core.text import shown
 from kvpatch.observe import catalogue
-from kvpatch.peer.description import KINDS, LATENT, NUMBER, SCHEMA, Caches, Layer, unpacked
+from kvpatch.peer.engine_description import KINDS, LATENT, NUMBER, SCHEMA, Caches, Layer, unpacked
 from kvpatch.tools.engine_report import METRICS, SCHEMES, samples_of, text_of
 
 #: The metric of a running engine that has it.

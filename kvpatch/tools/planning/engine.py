@@ -15,7 +15,7 @@ from kvpatch.core.errors import SEND_ONE, BadOptions
 from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
-from kvpatch.peer.description import ITEM_BYTES, Caches
+from kvpatch.peer.engine_description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.arguments import (
     DESCRIBE,
     EngineArguments,
@@ -24,7 +24,7 @@ from kvpatch.tools.planning.arguments import (
     nearest,
     plain,
 )
-from kvpatch.tools.planning.model import (
+from kvpatch.tools.planning.models_and_backends import (
     Backend,
     Model,
     backend_named,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
-from kvpatch.peer.description import RUNNING
+from kvpatch.peer.engine_description import RUNNING
 from kvpatch.tools.planning.arguments import EngineArguments, known, nearest, whole_number
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
 from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts

@@ -18,7 +18,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks import why_joined_wrongly
 from kvpatch.peer.decision import Decision, LocalCache, Read, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
-from kvpatch.peer.unstated_blocks import BY_WORD, DeclaredGeometry, word_of
+from kvpatch.peer.statement import BY_WORD, DeclaredGeometry, word_of
 from kvpatch.tools.planning.arguments import nearest, whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import Pair, PlannedEngine

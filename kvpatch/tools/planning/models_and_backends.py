@@ -11,7 +11,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder
-from kvpatch.peer.description import FULL, LATENT, WINDOW, Caches, Layer
+from kvpatch.peer.engine_description import FULL, LATENT, WINDOW, Caches, Layer
 from kvpatch.tools.planning.arguments import DESCRIBE, as_mapping, known
 from kvpatch.worker.local_geometry import KernelBlockSizes
 from kvpatch.worker.release_worker import LATENT as LATENT_ORDER
