@@ -10,7 +10,7 @@ name               to         content                                     writte
 ``DIGEST_ORDERS``  workers    what is to be digested, by request          ``checks/grants``
 ``SAVES``          workers    blocks to be copied to the host buffer      ``host_buffer``
 ``RELEASES``       workers    releases of peers, by engine id             ``peer/other_releases``
-``WORDS``          scheduler  what P states beside its release            ``peer/unstated_blocks``
+``WORDS``          scheduler  what P states beside its release            ``peer/statement``
 ``TABLES``         scheduler  addresses of a worker's tables              ``checks/grants``
 =================  =========  ==========================================  ========================
 

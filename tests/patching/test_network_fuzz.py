@@ -23,7 +23,7 @@ from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, GENERATIONS
 from kvpatch.guard.transfer_params import RequestLimits, checked
 from kvpatch.load.prompt_hashes import FIELD, read_prompt
-from kvpatch.peer import other_releases, unstated_blocks
+from kvpatch.peer import other_releases, statement
 from kvpatch.peer.accepted_peers import FLASH_ATTENTION
 from kvpatch.peer.other_releases import (
     Address,
@@ -114,7 +114,7 @@ def test_what_p_answers_at_a_handshake(answer: bytes, own: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other_releases, "ask", lambda *asked: [answer])
         patch.setattr(other_releases, "question_of", lambda releases: "rank")
-        patch.setattr(unstated_blocks, "ask", lambda *asked: [answer])
+        patch.setattr(statement, "ask", lambda *asked: [answer])
         with suppress(PeerRefused):
             socket.send(question_for(FACTS[own].question, 0))
             assert sum(map(len, socket.recv_multipart())) <= 2 * len(answer) + 4096

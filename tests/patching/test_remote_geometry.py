@@ -18,7 +18,7 @@ from kvpatch.geometry.plane import Content
 from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
-from kvpatch.peer import unstated_blocks as unstated
+from kvpatch.peer import statement as unstated
 from kvpatch.peer.agent_metadata import read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, decide, is_compatible
 from kvpatch.peer.homogeneous_view import (
