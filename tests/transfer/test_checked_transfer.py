@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("checked_transfer", "lifetime"):
+    for module in ("checked_transfer", "lease"):
         monkeypatch.setattr(f"kvpatch.transfer.{module}.time", made)
     return made
 
