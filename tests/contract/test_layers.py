@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.gpu.__main__ import STAGES
+
 pytestmark = pytest.mark.contract
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +140,9 @@ def test_what_old_releases_need_is_imported_by_patches_and_lazily() -> None:
         f"kvpatch/patches/{name}.py" for name in ("aborted_loads", "failed_loads", "unlike_engines")
     }
     assert not any(_imports_of_legacy(list(trees[name].body)) for name in doors)
+
+
+def test_the_gpu_kits_stages_start_scripts_that_are_there() -> None:
+    scripts = [command[0] for stage in STAGES.values() for command in stage.commands]
+
+    assert all(name == "-m" or (_ROOT / name).is_file() for name in scripts), scripts
