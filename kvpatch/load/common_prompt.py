@@ -70,7 +70,8 @@ class PromptLoads:
 
         So do all but the first of several answers to one prompt (``n``). Stock reads for each, the
         later ones from blocks that P gives away once it hears that the first has read them. Here
-        they load nothing: D's prefix cache has the prompt once it is loaded, or D computes it.
+        they load nothing: D's prefix cache has the prompt once it is loaded, or D computes it. One
+        without P's images cannot compute it, and reads as with stock.
         """
         state = scheduler_state(scheduler)
         if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it

@@ -1,6 +1,7 @@
 """Compiles and tries Triton's kernels in a thread of its own.
 
-That takes seconds. Until then torch does a kernel's work, in more launches: no read waits.
+That takes seconds. Until then torch does a kernel's work, in more launches: no read waits. Whatever
+a trial raises leaves the work to torch as well.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
-from subprocess import SubprocessError
+from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -34,30 +35,61 @@ def is_ready(device: torch.device, kind: Hashable, has_worked: Callable[[], obje
     """
     key = device, kind
     trial = _tried.get(key)
-    if trial is None:
-        try:
-            trial = _tried[key] = _thread.submit(_try, key, has_worked)
-        except RuntimeError:  # no thread is to be had, or the interpreter ends
-            return False
+    if trial is None or (trial.done() and _lacked_memory(trial)):
+        trial = _tried[key] = _begin(device, has_worked)
     wait([trial], patience_seconds)
-    return trial.done() and trial.result()
+    return _has_passed(trial)
 
 
-def _try(key: tuple[torch.device, Hashable], has_worked: Callable[[], object]) -> bool:
-    from triton.errors import TritonError
+def have_passed() -> bool:
+    """True if kernels have been tried, and all of them are used."""
+    return bool(_tried) and all(map(_has_passed, _tried.values()))
 
-    device, streams, why = key[0], streams_of(key[0]), ""
-    # The stream's device becomes the thread's: Triton compiles for that.
-    beside = nullcontext() if streams is None else streams.stream(streams.Stream(device=device))
+
+def _begin(device: torch.device, has_worked: Callable[[], object]) -> Future[bool]:
     try:
-        with beside:
-            if has_worked() is False:
-                why = "it comes to other bytes. Report it with the versions of torch and Triton"
-    except torch.OutOfMemoryError:  # it may be over with the next trial
-        _tried.pop(key, None)
-        return False
-    except (RuntimeError, OSError, SubprocessError, TritonError) as error:
+        trial = _thread.submit(_try, device, has_worked)
+    except RuntimeError:  # no thread is to be had, or the interpreter ends
+        never: Future[bool] = Future()
+        never.set_result(False)
+        return never
+    trial.add_done_callback(partial(_tell, device))
+    return trial
+
+
+def _try(device: torch.device, has_worked: Callable[[], object]) -> bool:
+    streams = streams_of(device)
+    if streams is None:
+        return has_worked() is not False
+    # Triton compiles for the thread's device. One that has none goes back to the first GPU behind a
+    # stream, which makes a context there, of some hundred MiB.
+    streams.set_device(device)
+    with streams.stream(_stream_of(device)):
+        return has_worked() is not False
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """Returns the stream of all trials: torch keeps memory apart for each."""
+    return streams_of(device).Stream(device=device)
+
+
+def _has_passed(trial: Future[bool]) -> bool:
+    return trial.done() and trial.exception() is None and trial.result()
+
+
+def _lacked_memory(trial: Future[bool]) -> bool:
+    """True if a trial is to be had again: memory may be free the next time."""
+    return isinstance(trial.exception(), torch.OutOfMemoryError)
+
+
+def _tell(device: torch.device, trial: Future[bool]) -> None:
+    error = trial.exception()
+    if error is not None:  # what it came through holds a cache, or a piece of one
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+    if _has_passed(trial) or _lacked_memory(trial):
+        return
+    why = "it comes to other bytes. Report it with the versions of torch and Triton"
+    if error is not None:
         why = f"{type(error).__name__}: {error}"
-    if why:
-        _LOG.warning("torch works on %s in place of Triton's kernel: %s", device, why)
-    return not why
+    _LOG.warning("torch works on %s in place of Triton's kernel: %s", device, why)

@@ -9,6 +9,7 @@ as wrong bytes. The memory is the host's, so that bytes can be read and addresse
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class LateModule:
 
     def __init__(self) -> None:
         self.model = self._current = LateStream()
+        self.of_threads: list[tuple[str, Any]] = []
 
     def current_stream(self, device: Any = None) -> LateStream:
         return self._current
@@ -94,6 +96,10 @@ class LateModule:
         before, self._current = self._current, stream
         yield
         self._current = before
+
+    def set_device(self, device: Any) -> None:
+        """Takes the device for the calling thread's: there is one."""
+        self.of_threads.append((threading.current_thread().name, device))
 
     def is_available(self) -> bool:
         """False: torch is not to pin memory by it."""
@@ -209,6 +215,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateModule:
     _registered()
     module: LateModule = torch.get_device_module(NAME)
     module.model = module._current = LateStream()
+    module.of_threads = []
     return module
 
 

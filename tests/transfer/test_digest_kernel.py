@@ -184,6 +184,13 @@ def test_each_kind_is_tried_on_noise_first(kernel: ModuleType, sums: list[str]) 
     assert sums == ["kernel, noise", "torch, noise", "kernel, cache", "kernel, cache"]
 
 
+def test_a_trial_leaves_the_samplers_numbers_alone(kernel: ModuleType) -> None:
+    """Each rank of an engine draws the same from its device's generator."""
+    before = torch.get_rng_state()
+    assert kernel._is_right_for(some_piece())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_no_digest_waits_for_the_compiler(
     kernel: ModuleType, sums: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +242,7 @@ def test_one_that_is_wrong_or_does_not_compile_is_not_used(
     for _ in range(2):
         piece = some_piece()
         assert torch.equal(kernel.sums_surely(piece), piece.sums_by_torch())
+    kernel_thread._thread.submit(int).result()  # it has said so
     said = "comes to other bytes" if fault == "other sums" else fault
     assert said in caplog.text and len(caplog.records) == 1
 

@@ -15,6 +15,7 @@ import torch
 
 from kvpatch.checks.digests.cache_digests import DigestStream
 from kvpatch.host_buffer.host_pool import HostPool
+from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.staging_pool import StagingPool
@@ -54,6 +55,18 @@ def test_work_is_done_when_somebody_waits_for_it(late: LateModule) -> None:
     assert not event.query()
     assert event.query() and memory.held.tolist() == [1] * 4
     assert memory.cpu().tolist() == [2] * 4
+
+
+def test_threads_of_ours_are_on_the_engines_device(late: LateModule, untried: None) -> None:
+    """A thread goes back to its own device behind a stream, and the first GPU is many ranks'."""
+    device = torch.device("late", 0)
+    assert kernel_thread.is_ready(device, "a kernel", lambda: True)
+    DigestStream(device).settle()
+    assert [one for _, one in late.of_threads] == [device, device]
+    assert [name.rpartition("_")[0] for name, _ in late.of_threads] == [
+        "kvpatch-kernels",
+        "kvpatch-digests",
+    ]
 
 
 class LateWorld(World):

@@ -116,11 +116,12 @@ def test_one_that_places_other_bytes_is_not_used(
     monkeypatch.setattr(kernel, "place_by_kernel", wrong)
     for _ in range(2):
         assert_read(kernel)
+    kernel_thread._thread.submit(int).result()  # it has said so
     assert "comes to other bytes" in caplog.text and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("is_tried", [False, True], ids=["in the trial", "for another read"])
-@pytest.mark.parametrize("fault", ["no compiler", "full disk", "no assembler"])
+@pytest.mark.parametrize("fault", ["no compiler", "full disk", "no assembler", "a fault of Triton"])
 def test_one_that_does_not_compile_is_not_used(
     kernel: ModuleType,
     untried: None,
@@ -133,11 +134,13 @@ def test_one_that_does_not_compile_is_not_used(
     from triton.errors import TritonError
 
     kinds = {"no compiler": RuntimeError, "full disk": OSError, "no assembler": TritonError}
+    kinds["a fault of Triton"] = KeyError
     if is_tried:
         assert kernel_thread.is_ready(CPU, "placing", lambda: True)
     monkeypatch.setattr(kernel, "_copy", Launches(kernel._copy, kinds[fault](fault)))
     for _ in range(2):
         assert_read(kernel)
+    kernel_thread._thread.submit(int).result()  # it has said so
     assert fault in caplog.text and len(caplog.records) == 1
 
 

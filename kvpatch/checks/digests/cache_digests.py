@@ -225,9 +225,14 @@ class DigestStream:
         self._device = device
         self._stream: Any = None
         #: Begins with the first digest.
-        self.thread = ThreadPoolExecutor(1, "kvpatch-digests", use_all_cores)
+        self.thread = ThreadPoolExecutor(1, "kvpatch-digests", self._begin_thread)
         #: Held there while the cache is read. What is collected there may let go of a load.
         self.work = RLock()
+
+    def _begin_thread(self) -> None:
+        use_all_cores()
+        if self._streams is not None:  # behind a stream it would go back to the first GPU
+            self._streams.set_device(self._device)
 
     def settle(self) -> None:
         """Waits for all that is to be digested."""

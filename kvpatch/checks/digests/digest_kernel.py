@@ -59,8 +59,9 @@ def _is_right_for(piece: DigestPiece) -> bool:
         alike.axes[number] = items, size
         size *= items
     alike.step = -(-size // WORD_BYTES) * WORD_BYTES * alike.unit
-    noise = torch.randint(0, 256, (_BLOCKS * alike.step,), dtype=torch.uint8, device=device)
-    alike.memory = Bytes(alike.first, noise)
+    # The device's own numbers are the sampler's: each rank has to draw the same.
+    noise = np.random.default_rng(0).integers(0, 256, _BLOCKS * alike.step, dtype=np.uint8)
+    alike.memory = Bytes(alike.first, torch.from_numpy(noise).to(device))
     numbers = np.arange(piece.numbers.size).reshape(piece.numbers.shape) % _BLOCKS
     tried = piece._replace(alike=alike, numbers=numbers)
     return bool(torch.equal(sums_by_kernel(tried), tried.sums_by_torch()))

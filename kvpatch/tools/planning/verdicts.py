@@ -94,8 +94,8 @@ def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
         yield reason, f"take {', '.join(unknown)} out of {role}'s"
     if engine.transfer.get("kv_load_failure_policy", "fail") not in ("fail", "recompute"):
         yield f"{role}: kv_load_failure_policy is none of vLLM's", "write fail or recompute"
-    if not isinstance(engine.lease, int | float) or engine.lease <= 0:
-        yield f"{role}: kv_lease_duration is {engine.lease!r}", "write a number of seconds above 0"
+    if not isinstance(engine.lease, int | float):
+        yield f"{role}: kv_lease_duration is {engine.lease!r}", "write a number of seconds"
     buffer = "cpu" if engine.device == "cpu" else "cuda"
     asked = engine.transfer.get("kv_buffer_device") or buffer
     if asked != buffer:
