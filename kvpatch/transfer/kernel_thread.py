@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvpatch.transfer.cores import use_all_cores
@@ -44,6 +45,15 @@ def is_ready(device: torch.device, kind: Hashable, has_worked: Callable[[], obje
 def have_passed() -> bool:
     """True if kernels have been tried, and all of them are used."""
     return bool(_tried) and all(map(_has_passed, _tried.values()))
+
+
+def noise_on(device: torch.device, size_bytes: int) -> torch.Tensor:
+    """Returns the same bytes each time, of which no two blocks are alike, to try a kernel on.
+
+    A device's own random numbers are vLLM's sampler's: each rank has to draw the same.
+    """
+    noise = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
+    return torch.from_numpy(noise).to(device)
 
 
 def _begin(device: torch.device, has_worked: Callable[[], object]) -> Future[bool]:

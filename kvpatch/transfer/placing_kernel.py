@@ -24,7 +24,7 @@ from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segments import BlockList, Int64Array, Numbers, pair_blocks
 from kvpatch.geometry.staged_plan import Placement
-from kvpatch.transfer.kernel_thread import is_ready
+from kvpatch.transfer.kernel_thread import is_ready, noise_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import Move, Side, moves_of, place_on_device
 from kvpatch.transfer.plane_bytes import uploaded
@@ -163,8 +163,7 @@ def is_right_on(device: torch.device, items: Sequence[int] = (2, 4, 8)) -> bool:
         block, token = CopyAxis(4, 48 * item, 32 * item), CopyAxis(6, 8 * item, 2 * item)
         inner = CopyAxis(2, item, item), CopyAxis(4, 2 * item, 8 * item)
         strides = CopyStrides(item, block, token, inner)
-        noise = np.random.default_rng(0).integers(0, 256, 2 * 4 * 48 * item, dtype=np.uint8)
-        staging = torch.from_numpy(noise).to(device)  # no two blocks are alike
+        staging = noise_on(device, 2 * 4 * 48 * item)
         found, expected = torch.zeros(2, 2 * 6 * 32 * item, dtype=torch.uint8, device=device)
         for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
             address = memory.data_ptr()

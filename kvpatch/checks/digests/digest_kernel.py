@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kvpatch.checks.digests.digest_pieces import DigestPiece
 from kvpatch.checks.digests.digests import WORD_BYTES, rows_of
-from kvpatch.transfer.kernel_thread import is_ready
+from kvpatch.transfer.kernel_thread import is_ready, noise_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import uploaded
 
@@ -59,9 +59,7 @@ def _is_right_for(piece: DigestPiece) -> bool:
         alike.axes[number] = items, size
         size *= items
     alike.step = -(-size // WORD_BYTES) * WORD_BYTES * alike.unit
-    # The device's own numbers are the sampler's: each rank has to draw the same.
-    noise = np.random.default_rng(0).integers(0, 256, _BLOCKS * alike.step, dtype=np.uint8)
-    alike.memory = Bytes(alike.first, torch.from_numpy(noise).to(device))
+    alike.memory = Bytes(alike.first, noise_on(device, _BLOCKS * alike.step))
     numbers = np.arange(piece.numbers.size).reshape(piece.numbers.shape) % _BLOCKS
     tried = piece._replace(alike=alike, numbers=numbers)
     return bool(torch.equal(sums_by_kernel(tried), tried.sums_by_torch()))
