@@ -46,6 +46,7 @@ def make_wide_llama(folder: Path) -> Path:
             "num_hidden_layers": 16,
             # Four times the rows of the tiny one to add up: attention is as sharp with half.
             "initializer_range": 0.1,
+            "max_position_embeddings": 8192,
         }
         config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=8, head_dim=128, **sizes)
         return LlamaForCausalLM(config)

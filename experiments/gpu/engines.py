@@ -105,6 +105,8 @@ class Engine:
         if is_gpu:
             wanted |= {
                 "gpu_memory_utilization": 0.12,
+                # Other engines start beside it: what memory they take must not be measured.
+                "kv_cache_memory_bytes": 4 << 30,
                 "attention_backend": "TRITON_ATTN",
                 "compilation_config": {"custom_ops": ["none"]},
             }

@@ -18,10 +18,14 @@ if [[ -z "${KVPATCH_PYTHON:-}" ]]; then
         "$base" -m venv --without-pip "$env"
         site="$(echo "$env"/lib/python3*/site-packages)"
         "$base" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >"$site/machine.pth"
-        tar -C "$site" -xJf "$root/.gpukit/site.tar.xz" &
-        mkdir -p "$env/trees" && tar -C "$env/trees" -xJf "$root/.gpukit/trees.tar.xz"
+        # By Python: a machine may lack xz.
+        unpack() { "$base" -m tarfile -e "$root/.gpukit/$1.tar.xz" "$2"; }
+        unpack site "$site" &
+        unpack trees "$env/trees"
         wait
-        cp "$root/experiments/gpu/stand_ins/sitecustomize.py" "$site/"
+        # Not as sitecustomize: Ubuntu's Python has one of its own, which comes first.
+        cp "$root/experiments/gpu/stand_ins/missing_packages.py" "$site/"
+        echo "import missing_packages" >"$site/missing_packages.pth"
         touch "$env/made"
     fi
     export KVPATCH_PYTHON="$env/bin/python" KVPATCH_TEST_CACHE="$env/trees"

@@ -1,6 +1,6 @@
 """Stand-ins for packages that vLLM imports and that no stage uses: empty, where they are missing.
 
-Python imports this when it starts; run.sh puts it into the environment that it makes.
+Python imports this when it starts: run.sh puts it into the environment that it makes, with a .pth.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def _any_schema(cls: type, source: Any, handler: Any) -> Any:
 
 class _Anything(types.ModuleType):
     __path__: list[str] = []
+    __version__ = "0"  # older than whatever asks for one
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
