@@ -27,18 +27,21 @@ class PublishedGroup:
     full_blocks_only: bool = False
 
     def needed(self, tokens: int) -> int:
-        """Blocks that a request of so many tokens publishes."""
-        rounded = tokens if self.full_blocks_only else tokens + self.block_tokens - 1
-        count = rounded // self.block_tokens
-        return min(count, self.last_blocks) if self.last_blocks else count
+        """Blocks that a prompt of so many tokens publishes."""
+        first, stop = self._place_of(tokens)
+        return stop - first
 
-    def asked_for(self, blocks: Sequence[int], tokens: int) -> Sequence[int]:
-        """Returns those blocks of an answer that hold the tokens that were asked for.
+    def published(self, blocks: Sequence[int], tokens: int) -> Sequence[int]:
+        """Returns those of a request's blocks that hold its prompt of so many tokens.
 
-        An answer has more blocks only from a scheduler that computes one token more
-        (:func:`is_complete`). Releases with windows have no such scheduler.
+        What is behind them holds an answer, or drafts that may be rejected.
         """
-        return blocks if self.last_blocks else blocks[: self.needed(tokens)]
+        return blocks[slice(*self._place_of(tokens))]
+
+    def _place_of(self, tokens: int) -> tuple[int, int]:
+        rounded = tokens if self.full_blocks_only else tokens + self.block_tokens - 1
+        stop = rounded // self.block_tokens
+        return max(0, stop - self.last_blocks) if self.last_blocks else 0, stop
 
     def written(self, blocks: Sequence[int], start: int) -> list[int]:
         """Returns the blocks that a step writes, which computes tokens from `start` on."""
@@ -49,12 +52,11 @@ class PublishedGroup:
 
         Before the prompt's end a window's are left out: most of them will have slid out.
         """
-        if end < prompt_tokens:
-            stop = 0 if self.last_blocks else end // self.block_tokens
+        if end >= prompt_tokens:
+            ready = self.published(blocks, prompt_tokens)
         else:
-            stop = end // self.block_tokens if self.full_blocks_only else len(blocks)
-        first = max(0, stop - self.last_blocks) if self.last_blocks else 0
-        return [block for block in blocks[first:stop] if block]
+            ready = () if self.last_blocks else blocks[: end // self.block_tokens]
+        return [block for block in ready if block]
 
 
 @dataclass

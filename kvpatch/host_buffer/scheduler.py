@@ -161,8 +161,7 @@ class HostBufferScheduler:
         One that never fits loses its parameters: it is then a prompt like any other, its
         answer says why, and D, which is told of nothing to read, computes it as well.
         """
-        tokens = self._tokens(request)
-        blocks = sum(group.needed(tokens) for group in self._groups)
+        blocks = sum(group.needed(int(request.num_prompt_tokens)) for group in self._groups)
         self._is_used = True
         try:
             return self.table.reserve(request.request_id, blocks)
@@ -180,12 +179,6 @@ class HostBufferScheduler:
             request.kv_transfer_params = None
             return True
 
-    def _tokens(self, request: Any) -> int:
-        """Counts the tokens that the request has blocks for, drafted ones included."""
-        core = self._core() if self._core is not None else None
-        drafted = 0 if core is None else int(core.num_lookahead_tokens)
-        return tokens_to_compute(request) + drafted
-
     # -- each step -----------------------------------------------------------
 
     def plan(self, output: Any, metadata: Any) -> dict[str, Any]:
@@ -196,12 +189,12 @@ class HostBufferScheduler:
         for entry in metadata.reqs_to_recv.values():
             self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
         steps = [
-            (core.requests[request_id], int(count), self._blocks_of(core, request_id))
+            (core.requests[request_id], int(count), self._blocks_of(core, core.requests[request_id]))
             for request_id, count in (output.num_scheduled_tokens.items() if output else ())
         ]
         # All of them first: a request may hit a block that another one computes in this step.
         for request, _, tables in steps:
-            held_by = request.request_id if is_complete(request) else None
+            held_by = request.request_id if _has_its_prompt(request) else None
             for group, blocks in zip(self._groups, tables, strict=True):
                 self._table.written(
                     group.written(blocks, request.num_computed_tokens), but_held_by=held_by
@@ -209,7 +202,7 @@ class HostBufferScheduler:
         pairs: list[tuple[int, int]] = []
         is_last = False
         for request, count, tables in steps:
-            if not is_to_be_read(request) or is_complete(request):
+            if not is_to_be_read(request) or _has_its_prompt(request):
                 continue
             end = request.num_computed_tokens + count
             is_last |= end >= request.num_prompt_tokens
@@ -241,8 +234,8 @@ class HostBufferScheduler:
         saved = self._saved_hashes
         self.table.written(b for b, now in found if now is None or saved.get(b) != now)
 
-    def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
-        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request_id)
+    def _blocks_of(self, core: Any, request: Any) -> Sequence[Sequence[int]]:
+        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request.request_id)
         if self._facts.plans_transfers:
             found = core.kv_cache_config.select_transfer_block_ids(found)
         return found
@@ -250,18 +243,26 @@ class HostBufferScheduler:
     # -- the end -------------------------------------------------------------
 
     def _publish(self, request: Any, params: dict[str, Any]) -> None:
-        """Gives D host blocks for a finished request's blocks; raises NotSaved if one has none."""
-        blocks = params.get("remote_block_ids")
-        if not blocks or not any(groups(blocks)):
+        """Gives D host blocks for a finished request's prompt; raises NotSaved if one has none."""
+        core, blocks = self._core() if self._core is not None else None, params["remote_block_ids"]
+        if core is None or not blocks or not any(groups(blocks)):
             return
-        tokens = self._tokens(request)
+        tokens, computed = int(request.num_prompt_tokens), int(request.num_computed_tokens)
         named = []
-        for group, found in zip(self._groups, groups(blocks), strict=True):
-            asked = group.asked_for(found, tokens)
-            own = iter(self.table.host_blocks_of(request.request_id, [b for b in asked if b]))
+        for group, table in zip(self._groups, self._blocks_of(core, request), strict=True):
+            wanted = group.published(table, tokens)
+            if group.last_blocks and computed > tokens and not all(wanted):
+                raise NotSaved(
+                    f"request {request.request_id} has an answer of several tokens, behind which "
+                    "its sliding window has left the prompt's last blocks: set max_tokens to 1 "
+                    "where prompts are computed for another engine"
+                )
+            own = iter(self.table.host_blocks_of(request.request_id, [b for b in wanted if b]))
             # A window's list begins with null blocks.
-            named.append([next(own) + NULL_BLOCKS if block else 0 for block in asked])
+            named.append([next(own) + NULL_BLOCKS if block else 0 for block in wanted])
         params["remote_block_ids"] = type(blocks)(named) if are_grouped(blocks) else named[0]
+        if int(params.get("remote_num_tokens") or computed) > tokens:
+            params["remote_num_tokens"] = tokens
 
     def finished(
         self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
@@ -306,15 +307,11 @@ def _hash_of(core: Any, block: int) -> Any:
     return core.kv_cache_manager.block_pool.blocks[block].block_hash
 
 
-def tokens_to_compute(request: Any) -> int:
-    """Counts the tokens to compute of prompt and answer: the last token is never an input."""
-    return int(request.num_prompt_tokens) + max(0, int(request.max_tokens) - 1)
+def _has_its_prompt(request: Any) -> bool:
+    """True if earlier steps have computed the whole prompt: nothing more is saved or published.
 
-
-def is_complete(request: Any) -> bool:
-    """True if earlier steps have computed all that was asked for.
-
-    <= 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
-    may be out before that step is over, so that it must change nothing of what is published.
+    What follows writes on into the prompt's last block: an answer, drafts that may be rejected,
+    and, <= 0.11.0, one token more by a scheduler that does not wait for a step's tokens. The
+    answer may be out before that step is over.
     """
-    return int(request.num_computed_tokens) >= tokens_to_compute(request)
+    return int(request.num_computed_tokens) >= int(request.num_prompt_tokens)

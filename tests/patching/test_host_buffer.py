@@ -221,6 +221,54 @@ class _Core:
     content: Mapping[int, str | None] = {1: "a", 2: "b", 3: "c"}
 
 
+def test_what_is_published_is_the_prompt_whatever_is_computed_behind_it() -> None:
+    """Drafts have a block of their own and may be rejected; an answer goes on in a third one."""
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    core.held["r"] = blocks = [1, 2, 3]
+    request = core.requests["r"] = SimpleNamespace(
+        request_id="r",
+        num_prompt_tokens=20,
+        num_computed_tokens=0,
+        kv_transfer_params={"do_remote_decode": True},
+    )
+    assert saves.admit(request)
+    metadata = SimpleNamespace(reqs_to_recv={})
+    (saved,) = saves.plan(SimpleNamespace(num_scheduled_tokens={"r": 20}), metadata).values()
+    assert saved.blocks == (1, 2) and saved.is_last
+
+    for computed in (20, 24, 36):
+        request.num_computed_tokens = computed
+        step = SimpleNamespace(num_scheduled_tokens={"r": 4})
+        assert saves.plan(step, metadata) == {}
+    request.num_computed_tokens = 40
+    params = {"remote_block_ids": [blocks], "remote_num_tokens": 40}
+    assert saves.finished(SimpleNamespace(), request, (True, params)) == (True, params)
+    assert params == {"remote_block_ids": [list(saved.host_blocks)], "remote_num_tokens": 20}
+
+
+def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(_is_hma_required=True, blocks_per_sw=[2]))
+    core.held["r"] = [0, 2, 3]
+    request = core.requests["r"] = SimpleNamespace(
+        request_id="r",
+        num_prompt_tokens=48,
+        num_computed_tokens=32,
+        kv_transfer_params={"do_remote_decode": True},
+    )
+    assert saves.admit(request)
+    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
+    (saved,) = saves.plan(step, SimpleNamespace(reqs_to_recv={})).values()
+    assert saved.blocks == (2, 3)
+
+    core.held["r"], request.num_computed_tokens = [0, 0, 3, 4], 64
+    released = SimpleNamespace(_reqs_need_send={"r": 1.0}, _reqs_not_processed=set())
+    answer = True, {"remote_block_ids": [[3, 4]], "remote_num_tokens": 64}
+    assert saves.finished(released, request, answer) == (False, None)
+    assert "set max_tokens to 1" in caplog.text
+
+
 def test_what_another_connector_has_written_is_saved_again() -> None:
     """A MultiConnector's may load into a block whose host block holds what was there before."""
     core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
