@@ -77,6 +77,13 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
     return bool(is_turn) and all(name in params for name in (*_ADDRESS, _REQUEST_ID))
 
 
+def is_of_another(params: object) -> bool:
+    """True if a load's parameters are another connector's, such as Mooncake's: no field is NIXL's."""
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        return False
+    return all(params.get(name) is None for name in ("remote_host", "remote_port", _BLOCKS))
+
+
 def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:
     """True if nothing comes of a load that the release announces, and waits for.
 

@@ -14,7 +14,8 @@ How:
     API server answers one that is wrong with an error that names the field, and so it does
     several prompts with the parameters of one. The
     scheduler, to which requests may come by other ways, handles a wrong one as if it had no
-    parameters, with an error in the log: this engine computes its prompt. So it does where P
+    parameters, with an error in the log: this engine computes its prompt. Those of another
+    connector, which a MultiConnector asks before NIXL's, stay. It computes too where P
     says that it holds no block, and where P is asked to read an earlier turn back that it would
     wait for in vain. A worker that knows the peer fails the load of a request that names blocks
     which the peer does not have, or too few.
@@ -47,6 +48,7 @@ from kvpatch.guard.transfer_params import (
     RequestLimits,
     check_prompts,
     checked,
+    is_of_another,
     loads_nothing,
 )
 from kvpatch.worker.state import connectors_of, engine_state, is_push, scheduler_state
@@ -111,7 +113,8 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
     """Replaces a request's parameters by their checked form, or by none where they are refused."""
     facts = engine_state(instance).facts
     connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
-    for each in connectors_of(instance):
+    connectors = list(connectors_of(instance))
+    for each in connectors:
         if not isinstance(each, connector):
             continue
         scheduler = each.connector_scheduler
@@ -121,6 +124,8 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
         try:
             request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
         except ParamsRefused as error:
+            if is_of_another(request.kv_transfer_params) and each is not connectors[0]:
+                continue  # the one before it is asked first
             request.kv_transfer_params = None
             scheduler_state(scheduler).book.refuse(error)
             _LOG.error(
@@ -137,6 +142,8 @@ def _get_num_new_matched_tokens(
     found = wrapped(request, num_computed_tokens)
     scheduler = instance.connector_scheduler
     facts = scheduler_state(scheduler).facts
+    if found[0] and is_of_another(request.kv_transfer_params):
+        return 0, False
     if found[0] and not is_push(scheduler):
         reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
         reads_back = reads_back and not scheduler.use_host_buffer

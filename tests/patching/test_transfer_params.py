@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,13 @@ from kvpatch.guard.transfer_params import (
     loads_nothing,
 )
 from kvpatch.patches import FRONT_ENDS, load
-from kvpatch.patches.transfer_params import _create_completion, _server_add_request
+from kvpatch.patches.transfer_params import (
+    _add_request,
+    _create_completion,
+    _get_num_new_matched_tokens,
+    _server_add_request,
+)
+from kvpatch.worker.state import engine_state, scheduler_state
 from tests.bad_params import bad_params
 
 pytestmark = pytest.mark.patching
@@ -217,6 +224,49 @@ def test_what_loads_nothing() -> None:
     assert loads_nothing(turn, reads_back=False)
     assert not loads_nothing(turn, reads_back=True)
     assert loads_nothing({**turn, "_remote_blocks_processed": True}, reads_back=True)
+
+
+class _Nixl:
+    """Stands in for the release's connector."""
+
+    def __init__(self) -> None:
+        self.connector_scheduler = SimpleNamespace()
+        scheduler_state(self.connector_scheduler).facts = _FORM
+
+
+#: As Mooncake's proxy sends them to D.
+_MOONCAKES = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "transfer_id": "xfer-1",
+    "remote_engine_id": "9f0c",
+    "remote_bootstrap_addr": "http://10.0.0.1:8998",
+}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_parameters_of_a_connector_that_stands_before_nixls_stay(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """MultiConnector asks in order; where NIXL's is first, stock too would load by it."""
+    monkeypatch.setitem(
+        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
+    )
+    nixl, mooncake = _Nixl(), SimpleNamespace()
+    connectors = [nixl, mooncake] if is_first else [mooncake, nixl]
+    core = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors), max_model_len=1024)
+    engine_state(core).facts = _FORM
+    request = SimpleNamespace(request_id="r", kv_transfer_params=dict(_MOONCAKES))
+
+    _add_request(lambda request: None, core, request)
+
+    assert request.kv_transfer_params == (None if is_first else _MOONCAKES)
+
+
+def test_nixls_connector_loads_nothing_by_the_parameters_of_another() -> None:
+    request = SimpleNamespace(kv_transfer_params=_MOONCAKES)
+
+    assert _get_num_new_matched_tokens(lambda *_: (99, True), _Nixl(), request, 0) == (0, False)
 
 
 @pytest.mark.parametrize(
