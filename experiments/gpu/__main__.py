@@ -26,7 +26,7 @@ from tests.played import write_table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RELEASES = ("0.33.0", "0.32.0", "0.28.0")
-_NOT_PLAYED = "not played: no GPU was at hand"
+_NOT_PLAYED = "not played on a GPU yet"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Measures how fast a device places what has landed, beside a plain copy of as many bytes on it.
 
-The time is the device's own, by its events: one launch, with the table that it reads. "asked" is
-what the host's thread takes to ask for it. Bytes are compared with what torch's indexing places.
+A request's chunks, 16 MiB each, one behind the other: more than a device's caches hold. The time is
+the device's own, by its events: a launch a chunk, with the table that it reads. "asked" is what the
+host's thread takes to ask for one. Bytes are compared with what torch's indexing places.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,23 +34,33 @@ def main() -> None:
     place = placing_on(device)
     for pair in PAIRS:
         chunks, size_bytes = chunks_of(pair, 32, options.tokens)
-        chunk = chunks[0]
-        wanted = chunk.placements
-        staging = torch.randint(0, 256, (chunk.buffer_bytes,), dtype=torch.uint8, device=device)
+        sizes = [chunk.buffer_bytes for chunk in chunks]
+        landed = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, device=device)
+        staged = landed.split(sizes)
         found, expected = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in "12")
-        place_on_device(staging, [(Bytes(_ADDRESS, expected), one) for one in wanted])
-        into = [(Bytes(_ADDRESS, found), one) for one in wanted]
-        placed, asked = _seconds(lambda staging=staging, into=into: place(staging, into), device)
-        other = torch.empty_like(staging)
-        copied, _ = _seconds(lambda other=other, staging=staging: other.copy_(staging), device)
+        to_found, to_expected = (
+            [[(Bytes(_ADDRESS, cache), one) for one in chunk.placements] for chunk in chunks]
+            for cache in (found, expected)
+        )
+
+        def place_all(staged: Any = staged, into: Any = to_found) -> None:
+            for buffer, placements in zip(staged, into, strict=True):
+                place(buffer, placements)
+
+        for buffer, placements in zip(staged, to_expected, strict=True):
+            place_on_device(buffer, placements)
+        placed, asked = _seconds(place_all, device)
+        other = torch.empty_like(landed)
+        copied, _ = _seconds(lambda other=other, landed=landed: other.copy_(landed), device)
         rows.add(
             f"{pair[0]} {pair[1]} -> {pair[2]} {pair[3]}",
             way="kernel" if _is_by_kernel(device) else "indexing",
-            mib=chunk.buffer_bytes / 2**20,
+            mib=landed.numel() / 2**20,
+            chunks=len(chunks),
             is_right=bool(torch.equal(found, expected)),
-            gb_per_second=chunk.buffer_bytes / placed / 1e9,
+            gb_per_second=landed.numel() / placed / 1e9,
             of_copy=copied / placed,
-            asked_ms=1e3 * asked,
+            asked_ms=1e3 * asked / len(chunks),
         )
 
 
