@@ -54,7 +54,7 @@ def _bench(name: str, *more: str) -> tuple[str, ...]:
 
 _PAIRS = tuple(_own("pairs", "--release", release) for release in _RELEASES)
 _TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/transfer")
-_READS = _bench("transfer", "--mib", "512", "--repeat", "5", "--pairs", "0,1,4,6")
+_READS = _bench("transfer", "--mib", "64", "--repeat", "5", "--pairs", "0,1,4,6")
 #: In the order of their worth.
 STAGES = {
     "machine": Stage("the machine and its transports", 60, (_own("machine"),)),
