@@ -40,6 +40,7 @@ from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_si
 from kvpatch.tools.verify.setups import Options, small_engine
 
 LEASE_S = 15
+STAGING_S = 150
 #: Of P's blocks of 64 tokens: 4 layers, 2 heads and keys, 4 heads of 32 channels of 4 bytes.
 HOST_BLOCK_BYTES = 64 * 4 * 2 * 4 * 32 * 4
 #: The null block's, and as many as the longest prompt of the model needs.
@@ -249,9 +250,16 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def staging_bytes(self) -> int:
-        """Returns the bytes that are taken of D's staging pool."""
-        decode = self.play.decode
-        return int((await decode.rpc(self.play.client, "kvpatch_held"))[0]["staging_bytes"])
+        """Returns the bytes that stay taken of D's staging pool.
+
+        Reads from a P that was killed may still write to theirs, and keep it for two minutes.
+        """
+        decode, end = self.play.decode, time.monotonic() + STAGING_S
+        while True:
+            held = (await decode.rpc(self.play.client, "kvpatch_held"))[0]
+            if not held["staging_bytes"] or time.monotonic() > end:
+                return int(held["staging_bytes"])
+            await asyncio.sleep(2)
 
     def growth(self) -> tuple[int, int]:
         """Returns the growth of P and D in the second half after the last restart.
