@@ -30,5 +30,7 @@ if [[ -z "${KVPATCH_PYTHON:-}" ]]; then
     fi
     export KVPATCH_PYTHON="$env/bin/python" KVPATCH_TEST_CACHE="$env/trees"
 fi
+# Without NVLink UCX reads another process's memory by TCP, and not by cuda_ipc (NIXL #1097).
+export UCX_CUDA_IPC_ENABLE_GET_ZCOPY="${UCX_CUDA_IPC_ENABLE_GET_ZCOPY:-on}"
 export PYTHONPATH="$root" PYTHONUNBUFFERED=1 PYTORCH_NVML_BASED_CUDA_CHECK=1
 exec "$KVPATCH_PYTHON" -m experiments.gpu "$@"
