@@ -78,7 +78,7 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
 
 
 def is_of_another(params: object) -> bool:
-    """True if a load's parameters are another connector's, such as Mooncake's: no field is NIXL's."""
+    """True if a load's parameters are another connector's, such as Mooncake's."""
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
         return False
     return all(params.get(name) is None for name in ("remote_host", "remote_port", _BLOCKS))

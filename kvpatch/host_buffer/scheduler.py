@@ -189,7 +189,7 @@ class HostBufferScheduler:
         for entry in metadata.reqs_to_recv.values():
             self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
         steps = [
-            (core.requests[request_id], int(count), self._blocks_of(core, core.requests[request_id]))
+            (core.requests[request_id], int(count), self._blocks_of(core, request_id))
             for request_id, count in (output.num_scheduled_tokens.items() if output else ())
         ]
         # All of them first: a request may hit a block that another one computes in this step.
@@ -234,8 +234,8 @@ class HostBufferScheduler:
         saved = self._saved_hashes
         self.table.written(b for b, now in found if now is None or saved.get(b) != now)
 
-    def _blocks_of(self, core: Any, request: Any) -> Sequence[Sequence[int]]:
-        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request.request_id)
+    def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
+        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request_id)
         if self._facts.plans_transfers:
             found = core.kv_cache_config.select_transfer_block_ids(found)
         return found
@@ -249,7 +249,8 @@ class HostBufferScheduler:
             return
         tokens, computed = int(request.num_prompt_tokens), int(request.num_computed_tokens)
         named = []
-        for group, table in zip(self._groups, self._blocks_of(core, request), strict=True):
+        tables = self._blocks_of(core, request.request_id)
+        for group, table in zip(self._groups, tables, strict=True):
             wanted = group.published(table, tokens)
             if group.last_blocks and computed > tokens and not all(wanted):
                 raise NotSaved(

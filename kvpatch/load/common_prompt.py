@@ -150,9 +150,15 @@ class PromptLoads:
         if taker is not request:
             _leave(scheduler, request, taker)
 
-    def forget_failed(self, request: Any) -> None:
-        """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
-        answer = _answer(request.kv_transfer_params or {})
+    def forget_failed(self, scheduler: Any, request: Any) -> None:
+        """Lets a retry load what a request could not: P has not heard of a read, and keeps it.
+
+        Of several ranks one may have told P: then P's word has to say whether it keeps it.
+        """
+        params = request.kv_transfer_params or {}
+        answer = _answer(params)
+        if not params.get(HOLD) and int(scheduler.vllm_config.parallel_config.world_size) > 1:
+            return
         known = self._takers.get(answer)
         if known is not None and known() is request:
             del self._takers[answer]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,8 +22,9 @@ _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
 #: What P's answer says for checks, each as one string.
 HOLD, DIGEST = "kvpatch_hold", "kvpatch_digest"
-#: By which it is told how far the clocks of API server and scheduler are apart.
-_LAST_REQUESTS = 16
+#: By which it is told how far the clocks of two processes are apart: the shortest way of each of
+#: the last moments in which something came. What comes all at once after a stall is one moment.
+_LAST_MOMENTS, _MOMENT_SECONDS = 16, 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ReadRequest:
     is_read_back: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
-    #: When this process got to know of it. Clocks of two processes are never compared.
+    #: When the scheduler sent it, as ``time.monotonic`` counts in this process.
     known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
     @property
@@ -61,14 +62,17 @@ class ReadRequest:
         return None if self.waited is None else self.known_since - self.waited
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = _unpickled if self.is_guarded else ReadRequest
-        told = (one.name for one in fields(self) if one.name != "known_since")
-        return make, tuple(getattr(self, name) for name in told)
+        told = (getattr(self, one.name) for one in fields(self) if one.name != "known_since")
+        return _unpickled, (time.monotonic(), *told)
 
 
-def _unpickled(*values: Any) -> ReadRequest:
-    require("unlike_engines")
-    return ReadRequest(*values)
+def _unpickled(sent: float, *values: Any) -> ReadRequest:
+    """Returns what a worker is told, which may have waited for it to end the step before."""
+    found = ReadRequest(*values)
+    if found.is_guarded:
+        require("unlike_engines")
+    _MESSAGES.take(sent)
+    return replace(found, known_since=time.monotonic() - _MESSAGES.since(sent))
 
 
 def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: Any) -> None:
@@ -126,27 +130,43 @@ class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
 
 
 class Waits:
-    """The time that requests have waited in D when their reads are sent to the workers.
+    """The time that something took from one process of D to another, beyond the shortest ways.
 
-    vLLM's API server writes down when a request arrives, by the clock of its machine, which need
-    not be the scheduler's. So the shortest way of the last requests from there to the scheduler
-    counts as none: it is what the clocks are apart, and less than a step. A clock that is set
-    misleads no more than these requests.
+    Each of the two has a clock of its own, and one may be on another machine. So the shortest of
+    the last ways counts as none: it is what the clocks are apart, and less than a step. A clock
+    that is set misleads no more than these.
+
+    Requests wait between vLLM's API server, which writes down when they arrive, and the scheduler;
+    messages between the scheduler and a worker, which may be at the step before.
+
+    Args:
+        clock: of the other process, as this one has it.
     """
 
-    def __init__(self) -> None:
-        self._ways: deque[float] = deque(maxlen=_LAST_REQUESTS)
+    def __init__(self, clock: Callable[[], float] = lambda: time.time()) -> None:
+        self._clock = clock
+        self._ways: deque[float] = deque(maxlen=_LAST_MOMENTS)
+        self._began = 0.0
 
-    def take(self, arrival: float) -> None:
-        """Records that the scheduler takes a request, which arrived as ``time.time`` counted."""
-        self._ways.append(time.time() - arrival)
+    def take(self, then: float) -> None:
+        """Records that something has come, which the other process sent at that time."""
+        way, now = self._clock() - then, time.monotonic()
+        if self._ways and now - self._began < _MOMENT_SECONDS:
+            self._ways[-1] = min(self._ways[-1], way)
+        else:
+            self._ways.append(way)
+            self._began = now
 
-    def since(self, arrival: float) -> float:
-        """Returns the seconds since a request arrived."""
-        found = time.time() - arrival
+    def since(self, then: float) -> float:
+        """Returns the seconds that have passed since then."""
+        found = self._clock() - then
         if not self._ways:  # of another scheduler than vLLM's
             self._ways.append(found)
         return max(0.0, found - min(self._ways))
+
+
+#: The step's messages of this worker's scheduler.
+_MESSAGES = Waits(lambda: time.monotonic())
 
 
 def leave_unread(

@@ -83,7 +83,7 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
         # One that has answered has loaded, and P has heard of it.
         has_answered = bool(request.num_output_tokens)
         if request.status.name == "FINISHED_ERROR" and not is_queued and not has_answered:
-            loads.forget_failed(request)
+            loads.forget_failed(scheduler, request)
         if keeps_blocks and params:
             named = names_images(scheduler)
             held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21

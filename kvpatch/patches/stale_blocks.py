@@ -187,10 +187,15 @@ def compute_again(core: Any, output: Any) -> None:
             request.num_computed_tokens = 0
             core.failed_recving_kv_req_ids.add(name)
     # Of several cache groups a request's blocks may be reported steps behind its name. Another
-    # connector's request of which some tokens are left may lose more of them.
+    # connector's request of which some tokens are left may lose more of them, and so may those that
+    # share a block.
+    manager = core.kv_cache_manager
     for name in core.failed_recving_kv_req_ids:
         if name in core.requests and not core.requests[name].num_computed_tokens:
-            invalid = invalid.difference(*core.kv_cache_manager.get_block_ids(name))
+            own = (block for group in manager.get_block_ids(name) for block in group)
+            invalid = invalid.difference(
+                block for block in own if manager.block_pool.blocks[block].ref_cnt <= 1
+            )
     output.invalid_block_ids = invalid - names
 
 

@@ -161,7 +161,7 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     raise PeerRefused(
         f"by the fields of its answer P runs vLLM {releases[0]} to {releases[-1]}, which shakes "
         f"hands in another way than {own.release}",
-        "use one vLLM on both sides, and have the proxy pass on all that P answered",
+        "use one vLLM on both sides, and have the proxy pass on what P answered and nothing else",
     )
 
 

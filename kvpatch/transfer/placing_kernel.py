@@ -104,7 +104,7 @@ def place_by_kernel(
     width = len(_Row._fields) + axis_count * len(_Axis._fields)
     numbers = _BlockNumbers(len(moves) * width)
     rows: list[list[int]] = []
-    tiles: list[int] = []
+    tiles: list[int] = []  # of each move
     for (address, move), found in zip(moves, axes, strict=True):
         run_units = move.run_bytes // unit_bytes
         units = run_units * prod(axis.size for axis in found)
@@ -114,7 +114,7 @@ def place_by_kernel(
                 "bytes"
             )
         row = _Row(
-            len(tiles),
+            sum(tiles),
             units,
             run_units,
             landed + move.source.offset,
@@ -124,20 +124,20 @@ def place_by_kernel(
             numbers.start_of(move.source.numbers),
             numbers.start_of(move.target.numbers),
         )
-        tiles += [len(rows)] * -(-units // _TILE_UNITS)
+        tiles.append(-(-units // _TILE_UNITS))
         rows.append([*row, *(number for axis in found for number in axis)])
         rows[-1] += [*_Axis()] * (axis_count - len(found))
-    parts = np.array(rows), *numbers.arrays, np.array(tiles)
+    parts = np.array(rows), *numbers.arrays, np.repeat(np.arange(len(rows)), tiles)
     whole = np.concatenate([part.reshape(-1) for part in parts])
     (table,) = uploaded([whole], staging.device)
     item = _ITEMS[unit_bytes]
     constants = {"ITEM": item, "ITEMS": unit_bytes * 8 // item.primitive_bitwidth}
     constants |= {"AXES": axis_count, "TILE": _TILE_UNITS}
-    arguments = table, whole.size - len(tiles)
+    arguments = table, whole.size - sum(tiles)
     compile_alone = partial(_copy[(0,)], *arguments, **constants)
     is_there = may_run(("placing", unit_bytes, axis_count), compile_alone)
     if is_there:
-        _copy[(len(tiles),)](*arguments, **constants)
+        _copy[(sum(tiles),)](*arguments, **constants)
     return is_there
 
 

@@ -60,6 +60,11 @@ FP4 = Kind(
     "packed keys of all heads, then their scales, and values likewise",
     mixes_heads=True,
 )
+SCALES_APART = Kind(
+    Holds.WHOLE,
+    "keys and values, and beside them scales of other tokens and heads",
+    mixes_heads=True,
+)
 _FP4_BY_HEAD = Kind(Holds.WHOLE, "packed values of all tokens of a head, then their scales")
 _POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
 #: Of a backend that is made of others whose blocks are not of one kind.

@@ -18,6 +18,7 @@ from kvpatch.worker.cache_kinds import (
     DERIVES,
     OF_SEVERAL,
     ROWS,
+    SCALES_APART,
     SLOTS_BY_HEAD,
     SPECS,
     WITH_DTYPE,
@@ -50,11 +51,21 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
     dtype = str(configuration.cache_config.cache_dtype)
     of_dtype = next((kind for start, kind in WITH_DTYPE.items() if dtype.startswith(start)), None)
+    if dtype.endswith("_per_token_head") and release.facts.cache_shape != "packed":
+        # 0.20 to 0.25.1 count where a scale lies as if tokens came before heads, in any layout.
+        of_dtype = SCALES_APART
     if of_dtype is not None:
         found = of_dtype if found.holds is Holds.ROWS else replace(found, joins=False)
+    if found is ROWS and dtype.startswith("fp8") and _has_own_scales(configuration.cache_config):
+        found = replace(found, contents=f"{found.contents} by scales of its own", mixes_heads=True)
     if has_slots and found not in SLOTS_BY_HEAD:
         return replace(found, holds=Holds.WHOLE, mixes_heads=True, joins=False)
     return found
+
+
+def _has_own_scales(cache_config: Any) -> bool:
+    """True if each rank works out its scales (0.11.1 to 0.27), which nobody is told."""
+    return bool(getattr(cache_config, "calculate_kv_scales", False))
 
 
 def has_slots(release: ReleaseWorker, layer: str) -> bool:

@@ -12,7 +12,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.load import common_prompt
 from kvpatch.load.common_prompt import PromptLoads, _held_of_longer, _in_front_of_gap
 from kvpatch.load.prompt_hashes import FIELD, state_prompt
-from kvpatch.load.read_request import PlannedLoads
+from kvpatch.load.read_request import HOLD, PlannedLoads
 from kvpatch.worker.state import scheduler_state
 
 
@@ -38,11 +38,12 @@ class _Request:
         self.is_over = True
 
 
-def _scheduler(release: str = "0.21.0", *, caches: bool = True) -> Any:
-    cache = SimpleNamespace(enable_prefix_caching=caches)
-    found = SimpleNamespace(
-        vllm_config=SimpleNamespace(cache_config=cache), is_bidirectional_kv_xfer_enabled=False
+def _scheduler(release: str = "0.21.0", *, caches: bool = True, ranks: int = 1) -> Any:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        parallel_config=SimpleNamespace(world_size=ranks),
     )
+    found = SimpleNamespace(vllm_config=config, is_bidirectional_kv_xfer_enabled=False)
     vars(scheduler_state(found))["facts"] = FACTS[release]
     return found
 
@@ -86,11 +87,24 @@ def test_a_retry_loads_what_the_first_could_not() -> None:
     assert not loads.is_again(scheduler, first)
     assert loads.is_again(scheduler, other)
     first.end("FINISHED_ERROR")
-    loads.forget_failed(other)
+    loads.forget_failed(scheduler, other)
     assert loads.is_again(scheduler, _Request(9)), "of another request"
-    loads.forget_failed(first)
+    loads.forget_failed(scheduler, first)
     assert not loads.is_again(scheduler, retry)
     assert loads.is_again(scheduler, late)
+
+
+@pytest.mark.parametrize("hold", ["", "1/2"])
+def test_of_several_ranks_one_may_have_told_p(hold: str) -> None:
+    """A P that grants holds says itself whether it keeps the blocks."""
+    loads, scheduler = PromptLoads(), _scheduler(ranks=2)
+    first, retry = _Request(0), _Request(1)
+    for request in (first, retry):
+        request.kv_transfer_params |= {HOLD: hold} if hold else {}
+    assert not loads.is_again(scheduler, first)
+    first.end("FINISHED_ERROR")
+    loads.forget_failed(scheduler, first)
+    assert loads.is_again(scheduler, retry) is not bool(hold)
 
 
 def test_what_a_full_prefix_hit_needed_nothing_of_is_gone() -> None:
@@ -108,7 +122,7 @@ def test_what_waits_for_a_load_that_fails_keeps_no_retry_from_it() -> None:
     assert not loads.is_again(scheduler, first)
     assert loads.is_again(scheduler, second)
     first.end("FINISHED_ERROR")
-    loads.forget_failed(first)
+    loads.forget_failed(scheduler, first)
     loads.note_unneeded(second)
     assert not loads.is_again(scheduler, retry)
 

@@ -46,7 +46,7 @@ def test_what_p_no_longer_holds_is_computed(kind: type[KvpatchError], named: boo
 
 
 def core(**statuses: Any) -> Any:
-    """Fake: a scheduler whose request's blocks are 10 of its own and the null block."""
+    """Fake: a scheduler whose requests have a block of ten each, one more, and the null block."""
     found = {
         name: SimpleNamespace(status=s, num_computed_tokens=64, kv_transfer_params=None)
         for name, s in statuses.items()
@@ -55,7 +55,10 @@ def core(**statuses: Any) -> Any:
     return SimpleNamespace(
         requests=found,
         failed_recving_kv_req_ids=set(),
-        kv_cache_manager=SimpleNamespace(get_block_ids=tables.__getitem__),
+        kv_cache_manager=SimpleNamespace(
+            get_block_ids=tables.__getitem__,
+            block_pool=SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1) for _ in range(99)]),
+        ),
     )
 
 
@@ -77,6 +80,15 @@ def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
     assert scheduler.failed_recving_kv_req_ids == {"a"}
     assert scheduler.requests["a"].num_computed_tokens == 0
     assert scheduler.requests["b"].num_computed_tokens == 64
+
+
+def test_a_block_that_another_request_has_too_fails_that_one() -> None:
+    """Another connector could not load it, and it is a prefix hit of the request that is named."""
+    scheduler, found = core(a=WAITING), output({10, 11, "a"})
+    scheduler.kv_cache_manager.block_pool.blocks[10].ref_cnt = 2
+    stale_blocks.compute_again(scheduler, found)
+    assert found.invalid_block_ids == {10}
+    assert scheduler.failed_recving_kv_req_ids == {"a"}
 
 
 def test_another_connectors_request_loses_all_that_is_reported_of_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,15 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.decision import Decision, LocalCache, Stock, decide, is_compatible
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unread_caches import UnreadCache
-from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
+from kvpatch.worker.cache_kinds import (
+    BACKENDS,
+    DERIVED,
+    LATENT,
+    OF_SEVERAL,
+    ROWS,
+    SCALES_APART,
+    Holds,
+)
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -36,14 +45,16 @@ INDEXER = backend("DeepseekV32IndexerBackend")
 STRANGE = backend("StrangeBackend", module="strange.attention")
 
 
-def worker(kind: type, spec: object = None, dtype: str = "auto") -> ReleaseWorker:
+def worker(
+    kind: type, spec: object = None, dtype: str = "auto", release: str = "0.33.0", **of_cache: Any
+) -> ReleaseWorker:
     layer = SimpleNamespace(get_attn_backend=lambda: kind)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        cache_config=SimpleNamespace(cache_dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype=dtype, **of_cache),
     )
     return worker_of(
-        "0.33.0",
+        release,
         vllm_config=config,
         _layer_specs={} if spec is None else {"a": spec},
         device_kv_caches={"a": None},
@@ -130,6 +141,21 @@ def test_packed_dtypes_have_scales_of_their_own() -> None:
     assert kind_of(worker(FLASH, dtype="nvfp4"), "a").holds is Holds.WHOLE
     assert kind_of(worker(FLASH, dtype="fp8"), "a") == ROWS
     assert kind_of(worker(backend("TritonMLABackend")), "a") == LATENT
+
+
+def test_scales_of_other_tokens_move_with_their_block() -> None:
+    """0.20 to 0.25.1 place them as if tokens came before heads; then each row has its own."""
+    dtype = "fp8_per_token_head"
+    assert kind_of(worker(FLASH, dtype=dtype, release="0.25.1"), "a") == SCALES_APART
+    assert kind_of(worker(FLASH, dtype=dtype, release="0.26.0"), "a") == ROWS
+
+
+def test_heads_of_a_rank_that_works_out_its_scales_are_no_other_ranks() -> None:
+    found = kind_of(worker(FLASH, dtype="fp8", release="0.27.1", calculate_kv_scales=True), "a")
+    assert found.holds is Holds.ROWS and found.mixes_heads
+    for dtype, kind in (("auto", FLASH), ("fp8", backend("TritonMLABackend"))):
+        same = kind_of(worker(kind, dtype=dtype, release="0.27.1", calculate_kv_scales=True), "a")
+        assert not same.mixes_heads
 
 
 def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS
+from kvpatch.load import read_request
 from kvpatch.load.read_request import ReadRequest, Waits, stated_end
 from kvpatch.load.reader_attachment import leases_of
 from kvpatch.transfer.lease import Heartbeats, Lease, Leases
@@ -168,13 +169,34 @@ class TestWhenDWasGivenARequest:
         waits = Waits()
         waits.take(clock.time())
         for _ in range(16):
+            clock.now += 1.0
             waits.take(clock.time() - by)
         assert waits.since(clock.time() - by) == 0.0
         assert waits.since(clock.time() - by - 50.0) == pytest.approx(50.0)
 
-    def test_each_process_counts_from_when_it_got_to_know(self, clock: Clock) -> None:
-        sent = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))
-        clock.now += 7000.0  # the worker's machine was started before the scheduler's
-        got = pickle.loads(sent)
-        assert got.arrived == clock.now - 50.0
+    def test_what_comes_all_at_once_behind_a_stall_has_waited(self, clock: Clock) -> None:
+        waits = Waits()
+        for _ in range(3):
+            clock.now += 5.0
+            waits.take(clock.time() - 0.002)
+        clock.now += 40.0
+        for _ in range(40):
+            waits.take(clock.time() - 40.0)
+        assert waits.since(clock.time() - 40.0) == pytest.approx(39.998)
+
+    def test_a_worker_counts_what_a_message_has_waited_for_it(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is behind a stall, and its machine was started before the scheduler's."""
+        monkeypatch.setattr(read_request, "_MESSAGES", Waits(lambda: clock.now))
+        apart, sent = 7000.0, ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0)
+
+        def got_after(seconds: float) -> ReadRequest:
+            message = pickle.dumps(sent)
+            clock.now += apart + seconds
+            got: ReadRequest = pickle.loads(message)
+            return got
+
+        assert got_after(0.001).arrived == pytest.approx(clock.now - 50.0)
+        assert got_after(40.0).arrived == pytest.approx(clock.now - 89.999)
         assert ReadRequest(1, 1, ((1,),), ((1,),)).arrived is None
