@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ _TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/tr
 _READS = _bench("transfer", "--mib", "64", "--repeat", "5", "--pairs", "0,1,4,6")
 #: In the order of their worth.
 STAGES = {
-    "machine": Stage("the machine and its transports", 60, (_own("machine"),)),
+    "machine": Stage("the machine", 60, (_own("machine"),)),
     "workers": Stage("`kvpatch verify --device`: two workers' bytes", 90, (_own("workers"),)),
     "pairs": Stage("real connectors of three releases, off and on; a flipped bit", 200, _PAIRS),
     "tests": Stage("the project's own tests of a device, `pytest -m gpu`", 120, (_TESTS,)),
@@ -85,7 +86,11 @@ def play(name: str, device: str, seconds: float, out: Path) -> dict[str, Any]:
         more += _DRY.get(name, ()) if device == "cpu" else ()
         with log.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, *command, *more], cwd=_ROOT, stdout=said, stderr=subprocess.STDOUT
+                [sys.executable, *command, *more],
+                cwd=_ROOT,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # what it has started holds memory of the GPU
             )
         running.append((process, rows, log))
     found: dict[str, Any] = {"rows": [], "errors": []}
@@ -93,7 +98,7 @@ def play(name: str, device: str, seconds: float, out: Path) -> dict[str, Any]:
         try:
             process.wait(max(1.0, began + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             found["errors"].append(f"stopped after {seconds:.0f} s")
         tail = log.read_text(errors="replace")[-2000:]

@@ -1,26 +1,18 @@
-"""Describes the machine, and what NIXL and UCX find on it."""
+"""Describes the machine."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-import sys
 
 import torch
 
 from experiments.gpu.rows import Rows, options_of
 
-_AGENT = """
-import torch
-from nixl._api import nixl_agent, nixl_agent_config
-{touch}
-print(sorted(nixl_agent("look", nixl_agent_config(num_threads=1)).get_plugin_list()))
-"""
-
 
 def main() -> None:
-    """Writes a row for the machine, and one for its transports."""
+    """Writes a row for the machine."""
     options = options_of(__doc__)
     rows = Rows(options.json)
     is_gpu = options.device == "cuda"
@@ -40,17 +32,6 @@ def main() -> None:
         python=platform.python_version(),
         cores=os.cpu_count(),
     )
-    touch = "torch.zeros(1, device='cuda')" if is_gpu else ""
-    done = subprocess.run(
-        [sys.executable, "-c", _AGENT.format(touch=touch)],
-        env={**os.environ, "UCX_LOG_LEVEL": "info"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "cuda" in line.lower()]
-    rows.add("transports", plugins=done.stdout.splitlines()[-1:], of_cuda=said[:12])
 
 
 if __name__ == "__main__":
