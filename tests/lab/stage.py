@@ -92,6 +92,21 @@ class Actor:
             print(seen.standstill)  # pytest shows it where a test fails
         return seen
 
+    def must_receive(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+        """Asserts that the load of each ends well."""
+        seen = self.watch(*prompts, seconds=seconds)
+        assert seen.received == {prompt.name for prompt in prompts}, seen
+
+    def must_hold(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+        """Asserts that each is received, and that the cache holds what P had."""
+        self.must_receive(*prompts, seconds=seconds)
+        assert self.wrong(*prompts)[0] == 0
+
+    def must_fail(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+        """Asserts that the load of each fails."""
+        seen = self.watch(*prompts, seconds=seconds)
+        assert seen.failed == {prompt.name for prompt in prompts}, seen
+
     def finish(self, prompt: Prompt) -> str:
         """Steps until D has answered a prompt, some steps at most; what has become of it."""
         for _ in range(_MOST_STEPS):
@@ -238,6 +253,15 @@ class Stage:
     def prompts(self, count: int, tokens: int) -> list[Prompt]:
         """So many of them."""
         return [self.prompt(tokens) for _ in range(count)]
+
+    def load(self, prefill: Actor, decode: Actor, tokens: int) -> Prompt:
+        """Has D load a new prompt of P's, as P had it."""
+        prompt = self.prompt(tokens)
+        decode.ask(*prefill.compute(prompt))
+        decode.must_receive(prompt)
+        wrong, total = decode.wrong(prompt)
+        assert (wrong, total > 0) == (0, True)
+        return prompt
 
     def _start(
         self,

@@ -51,7 +51,7 @@ def test_it_fails(stage: Stage, ranks: int) -> None:
     assert decode.call("status", prompt.name) == "FINISHED_ERROR"
     assert decode.call("free_blocks") == free
     assert untouched(decode, [prompt])
-    _assert_served(stage, decode)
+    stage.load(stage.prefill(_P), decode, TOKENS)
 
 
 @pytest.mark.every_release
@@ -59,14 +59,14 @@ def test_it_is_computed_again(stage: Stage) -> None:
     decode = stage.decode(replace(_D, load_failure_policy="recompute"))
 
     prompt, free = _lose(stage, decode, _P)
-    assert decode.watch(prompt).failed == {prompt.name}
+    decode.must_fail(prompt)
     decode.call("loaded", [prompt.name])
 
     assert untouched(decode, [prompt])
     assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
     assert decode.wrong(prompt)[0] == 0
     assert decode.call("free_blocks") == free
-    _assert_served(stage, decode)
+    stage.load(stage.prefill(_P), decode, TOKENS)
 
 
 @pytest.mark.on(before="0.30")
@@ -76,15 +76,5 @@ def test_stock_calls_it_received(stage: Stage) -> None:
 
     prompt, _ = _lose(stage, decode, _P)
 
-    assert decode.watch(prompt).received == {prompt.name}
+    decode.must_receive(prompt)
     assert untouched(decode, [prompt])
-
-
-def _assert_served(stage: Stage, decode: Actor) -> None:
-    """Another P's prompt is read whole."""
-    prompt = stage.prompt(TOKENS)
-    decode.ask(*stage.prefill(_P).compute(prompt))
-    assert decode.watch(prompt).received == {prompt.name}
-    wrong, total = decode.wrong(prompt)
-    assert total
-    assert wrong == 0

@@ -95,10 +95,9 @@ def assert_failed_alone(
         kept: what is read at the same time. Who looks at the memory while NIXL itself writes to it,
             which no thread of ours can hold up, undoes some of that.
     """
-    assert decode.watch(*kept).received == names(kept)
+    decode.must_receive(*kept)
     if reports_failures(release):
-        seen = decode.watch(*lost)
-        assert seen.failed == names(lost), seen
+        decode.must_fail(*lost)
     end = time.monotonic() + _OVER_SECONDS
     while True:
         seen = decode.watch(*lost, seconds=0.1)
@@ -312,7 +311,7 @@ def test_a_peer_that_hangs(stage: Stage, lab: Lab) -> None:
         decode.ask(*asks)
         prompt = stage.prompt(TOKENS)
         decode.ask(*other.compute(prompt))
-        assert decode.watch(prompt).received == {prompt.name}
+        decode.must_receive(prompt)
         seen = decode.watch(*stuck, seconds=0.1)
         assert all(prompt.name in seen.standstill for prompt in stuck)
         assert ": PROC" in seen.standstill

@@ -22,7 +22,7 @@ from .host import Lab
 from .stage import Actor, Stage
 from .test_failures import STAGED, UNREADABLE
 from .test_host_buffer import ALWAYS, ROOM, prefilling, stated
-from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce, names
+from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce
 from .test_staged_reads import late_read
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(stats=True)]
@@ -164,7 +164,7 @@ def test_a_peer_that_dies_fails_each_load_once(stage: Stage, lab: Lab) -> None:
     decode.ask(*asks)
     mortal.die()
 
-    assert decode.watch(*lost).failed == names(lost)
+    decode.must_fail(*lost)
     assert teller.tell()[_LOADED["failed"]] == 3
 
 
@@ -176,7 +176,7 @@ def test_blocks_that_p_has_given_away(stage: Stage, lab: Lab) -> None:
     teller.tell()
     kept, ask = scene.fresh(prefill)
     decode.ask(ask)
-    assert decode.watch(kept).received == names([kept])
+    decode.must_receive(kept)
     shown = teller.tell()
     assert shown["kvpatch_load_holds_total held"] == shown["kvpatch_reads_total stock"] == 1
     assert shown[_LOADED["received"]] == 1

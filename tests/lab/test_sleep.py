@@ -8,7 +8,7 @@ import pytest
 
 from .engine_api import Left
 from .stage import Stage
-from .test_several_peers import SPEC, TOKENS, names
+from .test_several_peers import SPEC, TOKENS
 from .test_stale_blocks import prefill as with_holds
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.33")]
@@ -27,11 +27,7 @@ def test_a_heterogeneous_pair_goes_on_after_either_has_slept(stage: Stage, way: 
     for sleepers in ((), (prefill,), (decode,), (prefill, decode), ()):
         for sleeper in sleepers:
             sleeper.call("sleep_and_wake")
-        prompt = stage.prompt(TOKENS)
-        decode.ask(*prefill.compute(prompt))
-
-        assert decode.watch(prompt).received == {prompt.name}
-        assert decode.wrong(prompt)[0] == 0
+        prompt = stage.load(prefill, decode, TOKENS)
         assert prefill.heard([prompt]) == {prompt.name}
     assert decode.strays() == 0
     assert decode.left() == Left()
@@ -48,5 +44,4 @@ def test_what_p_held_before_it_slept_is_gone(stage: Stage, block_tokens: int) ->
 
     decode.ask(*asks)
 
-    seen = decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    decode.must_fail(prompt)

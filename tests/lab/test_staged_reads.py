@@ -100,8 +100,7 @@ def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(
     decode.call("retry", Ask(retry, asks[1].answer))
     prefill.go_on()
 
-    assert decode.watch(retry).received == {retry.name}
-    assert decode.wrong(retry)[0] == 0
+    decode.must_hold(retry)
     assert decode.left().staging_bytes == 0
 
 
@@ -117,8 +116,7 @@ def test_a_retry_under_the_name_of_a_prompt_that_was_computed(stage: Stage) -> N
     assert decode.call("retry", Ask(retry, ask.answer)) == retry.tokens
     time.sleep(_READ_SECONDS)  # the read is over before the step is
 
-    seen = decode.watch(retry, seconds=_WATCH_SECONDS)
-    assert seen.received == {retry.name}, seen
+    decode.must_receive(retry, seconds=_WATCH_SECONDS)
     assert decode.wrong(retry)[0] == 0
 
 

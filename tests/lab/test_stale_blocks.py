@@ -95,8 +95,7 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
 
     scene.decode.ask(ask)
 
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    scene.decode.must_fail(prompt)
     after, ask_after = scene.fresh(actor)
     scene.decode.ask(ask_after)
     assert_identical(scene.decode, [after], loaded(after, scene.release))
@@ -124,7 +123,7 @@ def test_an_answer_from_before_p_started_anew_is_not_loaded(
 
     decode.ask(answer)
 
-    assert decode.watch(old).failed == names([old])
+    decode.must_fail(old)
     decode.ask(ask)
     assert_identical(decode, [held], loaded(held, lab.release))
 
@@ -137,7 +136,7 @@ def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None
     scene = Scene(stage, lab.release, {}, decode)
     prompt, ask = scene.stale(like)
     decode.ask(ask)
-    assert decode.watch(prompt).failed == names([prompt])
+    decode.must_fail(prompt)
     before, ask = scene.fresh(like)
     decode.ask(ask)
     assert_identical(decode, [before], loaded(before, lab.release))
@@ -176,8 +175,7 @@ def test_from_a_p_without_kvpatch_they_are_wrong_and_nobody_notices(
 
     scene.decode.ask(ask)
 
-    seen = scene.decode.watch(prompt)
-    assert seen.received == names([prompt]), seen
+    scene.decode.must_receive(prompt)
     wrong, total = scene.decode.wrong(prompt)
     assert wrong == total > 0
 
@@ -201,14 +199,13 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
     earlier, ask_earlier = scene.fresh(actor)
     prompt, ask = scene.fresh(actor)
     scene.decode.ask(ask_earlier)
-    assert scene.decode.watch(earlier).received == names([earlier])
+    scene.decode.must_receive(earlier)
     assert actor.heard([earlier]) == names([earlier])
     swapped = json.loads(ask.answer) | {FIELD: json.loads(ask_earlier.answer)[FIELD]}
 
     scene.decode.ask(replace(ask, answer=json.dumps(swapped)))
 
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    scene.decode.must_fail(prompt)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +219,7 @@ def test_a_word_at_a_forged_address_fails_its_own_load(
     prompt, ask = scene.fresh(actor)
     forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
     scene.decode.ask(replace(ask, answer=json.dumps(forged)))
-    assert scene.decode.watch(prompt).failed == names([prompt])
+    scene.decode.must_fail(prompt)
     after, ask_after = scene.fresh(actor)
     scene.decode.ask(ask_after)
     assert_identical(scene.decode, [after], loaded(after, scene.release))
@@ -243,7 +240,7 @@ def test_a_word_that_cannot_be_read_proves_nothing_and_turns_no_check_off(
         assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
     prompt, ask = scene.stale(actor)
     scene.decode.ask(ask)
-    assert scene.decode.watch(prompt).failed == names([prompt])
+    scene.decode.must_fail(prompt)
 
 
 def has_policy(release: str) -> bool:
@@ -264,7 +261,7 @@ def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
         actor.hold()
         decode.ask(ask)
         actor.die()
-    assert decode.watch(prompt).failed == names([prompt])
+    decode.must_fail(prompt)
     decode.call("loaded", [prompt.name])
     return prompt
 
@@ -352,15 +349,13 @@ def test_each_rank_is_asked(stage: Stage, lab: Lab, remote_ranks: int, local_ran
     scene = Scene(stage, lab.release, {}, decode)
     prompt, ask = scene.fresh(actor)
     decode.ask(ask)
-    assert decode.watch(prompt).received == names([prompt])
-    assert decode.wrong(prompt)[0] == 0
+    decode.must_hold(prompt)
     assert actor.heard([prompt]) == names([prompt])
     prompt, ask = scene.stale(actor)
 
     decode.ask(ask)
 
-    seen = decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    decode.must_fail(prompt)
 
 
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
@@ -376,8 +371,7 @@ def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab
         answer = json.loads(ask.answer)
         answer[FIELD] = answer[FIELD].rpartition(",")[0]
         decode.ask(replace(ask, answer=json.dumps(answer)))
-        seen = decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
+        decode.must_fail(prompt)
     good = stage.prompt(TOKENS)
     decode.ask(*actor.compute(good))
     assert_identical(decode, [good], loaded(good, lab.release))
