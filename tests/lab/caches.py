@@ -400,12 +400,9 @@ def _planned_by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str, p
         virtual_blocks=spec.blocks,
     )
     tensors = dict(found.tensors)
-    odd = os.environ.get(ODD_LAYER, "")
-    if odd:
+    if os.environ.get(ODD_LAYER):
         last = tensors[layer_name(spec.layers - 1)]
-        size = list(last.shape)
-        size[1] //= 2 if odd == "pool" else 1
-        tensors[layer_name(spec.layers - 1)] = torch.zeros(size, dtype=last.dtype)
+        tensors[layer_name(spec.layers - 1)] = torch.zeros(last.shape, dtype=last.dtype)
     layers = _named_layers(spec, dims, tensors)
     return Caches(layers, (), dims, found.reservations, tuple(tensors))
 
