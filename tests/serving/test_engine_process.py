@@ -20,6 +20,8 @@ from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.tools.verify.run import Serving
 from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups, require_comparable
 
+from .commands import NEEDS_VLLM, ROOT, run
+
 pytestmark = pytest.mark.serving
 
 _SPEC = EngineSpec("fake", "model", (), connector=False, kvpatch=False)
@@ -142,12 +144,11 @@ def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) 
                 raise SystemExit(128 + stopped.number)
         """)
     )
-    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
@@ -242,3 +243,11 @@ def test_other_bad_options_are_refused(tmp_path: Path) -> None:
     assert [setup.name for setup in some] == ["single", "kvpatch"]
     with pytest.raises(BadOptions, match="cannot split"):
         build_setups(Options(tmp_path, p_args="--a 'b"), "model")
+
+
+@NEEDS_VLLM
+def test_a_release_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    command = "-m", "kvpatch.tools.cli", "verify", "--work-dir", str(tmp_path)
+    done = run(*command, "--release", "0.1.0")
+    assert done.returncode == 2
+    assert "expected vLLM 0.1.0, found" in done.stderr
