@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import kvcached_planned
 from .case import EngineSpec
 from .compare import UNSIGNED, Array
 from .kinds import (
@@ -28,7 +27,7 @@ from .kinds import (
     shuffled_planes,
     slot_planes,
 )
-from .kvcached_standin import Reservation, allocate
+from .kvcached_standin import Reservation, allocate, allocate_planned
 from .layer_kinds import KINDS
 from .odd_strides import ODD, odd_strides
 
@@ -392,7 +391,7 @@ def _by_kvcached(
 
 def _planned_by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any) -> Caches:
     """As kvcached has the release lay out its plan, from 0.29 on."""
-    found = kvcached_planned.allocate(
+    found = allocate_planned(
         plan,
         layout,
         _kernel_block_tokens(spec, plan),

@@ -14,9 +14,9 @@ from tests.releases.cache import tree
 from tests.releases.fetch import fetch
 from tests.releases.renamed import renamed
 
-from .cases import like_pairs
 from .host import Lab
 from .releases import newest
+from .test_like_pairs import like_pairs
 from .unlike import Dimensions, cases
 
 pytestmark = pytest.mark.lab
