@@ -21,6 +21,7 @@ from .engine_api import Ask, Left, Prompt, Seen
 from .host import Lab
 from .releases import states_block_size, states_layout
 from .stage import Actor, Raised, Stage
+from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_several_peers import (
     SPEC,
     TOKENS,
@@ -425,3 +426,72 @@ def _without_a_block(ask: Ask) -> Ask:
         [group[:-1] for group in blocks] if isinstance(blocks[0], list) else blocks[:-1]
     )
     return replace(ask, answer=json.dumps(answer))
+
+
+# -- several cache groups -----------------------------------------------------
+#
+# D's scheduler is the release's own. <= 0.29 stock calls such a load received, and the model would
+# go on over memory that nobody wrote.
+
+_GROUPS = pytest.mark.on(since="0.18")
+_P, _D = (
+    replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
+)
+
+
+def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:
+    """A prompt whose P dies while it is read; the blocks that D had free before."""
+    prefill = stage.prefill(spec)
+    introduce(decode, stage.prompts(1, TOKENS), prefill)
+    free = int(decode.call("free_blocks"))
+    prompt = stage.prompt(TOKENS)
+    asks = prefill.compute(prompt)
+    prefill.hold()
+    decode.ask(*asks)
+    assert decode.call("free_blocks") < free
+    prefill.die()
+    return prompt, free
+
+
+@_GROUPS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_of_several_groups_fails(stage: Stage, ranks: int) -> None:
+    decode = stage.decode(replace(_D, load_failure_policy="fail"))
+
+    prompt, free = _lose(stage, decode, replace(_P, tp_size=ranks))
+    seen = decode.watch(prompt)
+    decode.call("loaded", [prompt.name])
+
+    assert seen.failed == {prompt.name}, seen
+    assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+    assert decode.call("free_blocks") == free
+    assert untouched(decode, [prompt])
+    stage.load(stage.prefill(_P), decode, TOKENS)
+
+
+@_GROUPS
+@pytest.mark.every_release
+def test_a_load_of_several_groups_is_computed_again(stage: Stage) -> None:
+    decode = stage.decode(replace(_D, load_failure_policy="recompute"))
+
+    prompt, free = _lose(stage, decode, _P)
+    decode.must_fail(prompt)
+    decode.call("loaded", [prompt.name])
+
+    assert untouched(decode, [prompt])
+    assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
+    assert decode.wrong(prompt)[0] == 0
+    assert decode.call("free_blocks") == free
+    stage.load(stage.prefill(_P), decode, TOKENS)
+
+
+@_GROUPS
+@pytest.mark.on(before="0.30")
+def test_stock_calls_a_load_of_several_groups_received(stage: Stage) -> None:
+    """What is mended here, and that the test sees it."""
+    decode = stage.decode(_P, patched=False)
+
+    prompt, _ = _lose(stage, decode, _P)
+
+    decode.must_receive(prompt)
+    assert untouched(decode, [prompt])

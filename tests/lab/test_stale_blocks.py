@@ -17,7 +17,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
 
 from .case import EngineSpec
-from .engine_api import Ask, Prompt
+from .engine_api import Ask, Left, Prompt
 from .host import Lab
 from .selection import in_turns
 from .stage import Actor, Stage
@@ -377,3 +377,42 @@ def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab
     assert_identical(decode, [good], loaded(good, lab.release))
     # The rank that was read keeps its part in the release's books.
     assert replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before
+
+
+# -- sleep mode: what NIXL was handed is let go of, and handed to it again ----------------------
+
+_SLEEPS = pytest.mark.on(since="0.33")
+_ASLEEP = {
+    "direct": SPEC,
+    "staged": replace(SPEC, settings=(("KVPATCH_TRANSFER", "staged"),)),
+    "through a host buffer": replace(SPEC, settings=(("KVPATCH_HOST_BUFFER", "always"),)),
+}
+
+
+@_SLEEPS
+@pytest.mark.parametrize("way", _ASLEEP)
+def test_a_heterogeneous_pair_goes_on_after_either_has_slept(stage: Stage, way: str) -> None:
+    remote = stage.prefill(replace(SPEC, block_tokens=16, planned_blocks=400))
+    decode = stage.decode(_ASLEEP[way])
+    for sleepers in ((), (remote,), (decode,), (remote, decode), ()):
+        for sleeper in sleepers:
+            sleeper.call("sleep_and_wake")
+        prompt = stage.load(remote, decode, TOKENS)
+        assert remote.heard([prompt]) == {prompt.name}
+    assert decode.strays() == 0
+    assert decode.left() == Left()
+
+
+@_SLEEPS
+@pytest.mark.parametrize("block_tokens", [SPEC.block_tokens, 16])
+def test_what_p_held_before_it_slept_is_gone(stage: Stage, block_tokens: int) -> None:
+    """Its requests are P's still, but their blocks hold nothing any more."""
+    spec = replace(SPEC, block_tokens=block_tokens, planned_blocks=400)
+    actor, decode = prefill(stage, spec, patched=True), stage.decode(SPEC)
+    prompt = stage.prompt(TOKENS)
+    asks = actor.compute(prompt)
+    actor.call("sleep_and_wake")
+
+    decode.ask(*asks)
+
+    decode.must_fail(prompt)
