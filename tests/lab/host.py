@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
@@ -153,12 +153,7 @@ class Lab:
             raise Crashed(f"vLLM {self.release} cannot be imported\n{tail}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

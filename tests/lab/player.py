@@ -258,24 +258,23 @@ class Player(Engine):
 
     def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.worker.state import scheduler_state
-
-        connector = release.nixl_of(self.scheduler.connector)
-        buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
-        assert buffer is not None
-        table = buffer.table
+        table = self._host_buffer().table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
+        buffer = self._host_buffer()
+        table = buffer.table
+        holders = set().union(*table._holders)
+        return {*buffer._refusals, *table._requests, *table._queue, *holders}
+
+    def _host_buffer(self) -> HostBufferScheduler:
         from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
         assert buffer is not None
-        table = buffer.table
-        holders = set().union(*table._holders)
-        return {*buffer._refusals, *table._requests, *table._queue, *holders}
+        return buffer
 
     def buffer_bytes(self) -> dict[str, int]:
         """Of the first rank's host buffer: its size, that of its tensors' memory, and blocks."""
@@ -396,38 +395,34 @@ class Player(Engine):
         """Schedules prompts that P has computed, and takes the step that posts the reads."""
         if not self.before:
             self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
-        tokens = 0
-        for ask in asks:
-            prompt = ask.prompt
-            tracked = self.scheduler.decode(
-                prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
-            )
-            self.tracked.append(tracked)
-            self._map(tracked)
-            self._by_name[prompt.name] = tracked
-            tokens += tracked.external_tokens
+        tokens = sum(self._schedule(ask).external_tokens for ask in asks)
         self._step()
         return tokens
 
-    def timed(self, ask: Ask, seconds: float) -> Timed:
-        """Reads one prompt from a P that is known; its pages are there before the clock runs."""
+    def _schedule(self, ask: Ask) -> Tracked:
         prompt = ask.prompt
         tracked = self.scheduler.decode(
             prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
         )
         self.tracked.append(tracked)
-        self._by_name[prompt.name] = tracked
         self._map(tracked)
+        self._by_name[prompt.name] = tracked
+        return tracked
+
+    def timed(self, ask: Ask, seconds: float) -> Timed:
+        """Reads one prompt from a P that is known; its pages are there before the clock runs."""
+        name = ask.prompt.name
+        self._schedule(ask)
         descriptors, used, started = self.descriptors, time.thread_time(), time.perf_counter()
         while True:
             self._step()
-            seen = self._look([prompt.name])
+            seen = self._look([name])
             passed = time.perf_counter() - started
-            if prompt.name in seen.received:
+            if name in seen.received:
                 used = time.thread_time() - used
                 return Timed(passed, used, self.descriptors - descriptors)
             if seen.failed or passed > seconds:
-                raise LoadFailed(f"{prompt.name} was not read: {seen}")
+                raise LoadFailed(f"{name} was not read: {seen}")
             time.sleep(_TIMED_POLL_SECONDS)
 
     def refuse(self, ask: Ask) -> None:
@@ -522,12 +517,15 @@ class Player(Engine):
 
     def abort(self, name: str) -> None:
         """Ends a request as the scheduler does when its client is gone."""
+        self._end(name)
+        self._step()
+
+    def _end(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
 
         tracked = self._by_name[name]
         tracked.request.status = RequestStatus.FINISHED_ABORTED
         self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
-        self._step()
 
     def give_up(self, name: str) -> None:
         """Aborts a request and tells the workers, as every step of vLLM's does."""
@@ -539,11 +537,7 @@ class Player(Engine):
 
     def retry(self, ask: Ask) -> int:
         """Ends a request as `give_up` does; the same step begins another one of its name."""
-        from vllm.v1.request import RequestStatus
-
-        tracked = self._by_name[ask.prompt.name]
-        tracked.request.status = RequestStatus.FINISHED_ABORTED
-        self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
+        self._end(ask.prompt.name)
         self.over = {ask.prompt.name}
         return self.ask([ask])
 

@@ -1,4 +1,4 @@
-"""``python -m tests.lab.table [--release R ...] [--processes 2] [--cells FILE] [--write]``
+"""``python -m tests.lab.table [--release R ...] [--processes 2] [--write]``
 
 Plays the heterogeneous pairs of the tests on stock and with kvpatch on D, every release, and
 keeps what came of it in docs/data/heterogeneous.json, from which docs/evidence/heterogeneous.md is
@@ -26,7 +26,7 @@ from kvpatch.core.releases import RELEASES
 from tests.played import Played, now
 from tests.releases.fetch import fetch
 
-from .case import Case, EngineSpec, Outcome, Report, Sabotage
+from .case import Case, EngineSpec, Outcome, Sabotage
 from .host import Lab
 from .releases import tells_blocks
 from .unlike import Dimensions, cases
@@ -48,8 +48,6 @@ class Cell:
     case: str
     stock: Outcome
     kvpatch: Outcome
-    stock_detail: str = ""
-    kvpatch_detail: str = ""
 
 
 def all_cases() -> list[Case]:
@@ -93,12 +91,7 @@ def play(release: str) -> list[Cell]:
             ours = lab.run(case.patched(prefill=False))
             if ours.outcome == "identical" and ours.moved_tokens > 2 * case.decode.block_tokens:
                 loaded.append(case)
-            found.append(
-                Cell(
-                    release, kind_of(case), case.name, stock.outcome, ours.outcome,
-                    _first_line(stock), _first_line(ours),
-                )
-            )  # fmt: skip
+            found.append(Cell(release, kind_of(case), case.name, stock.outcome, ours.outcome))
         _must_notice(lab, loaded)
     return found
 
@@ -117,10 +110,6 @@ def _must_notice(lab: Lab, loaded: Sequence[Case]) -> None:
         report = lab.run(case.patched(prefill=False), sabotage=sabotage)
         if report.outcome != "corrupt":
             raise RuntimeError(f"{lab.release}: {sabotage} went unnoticed: {report}")
-
-
-def _first_line(report: Report) -> str:
-    return report.detail.partition("\n")[0][:200]
 
 
 def page(found: Sequence[Cell]) -> str:
@@ -310,15 +299,10 @@ def keep(found: Sequence[Cell], runs: dict[str, Played]) -> None:
     DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(rows) + "\n }\n}\n")
 
 
-def _read(path: Path | None) -> list[Cell]:
-    if path is None or not path.exists():
-        return []
-    return [Cell(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def _add(path: Path, cells: Iterable[Cell]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(vars(cell)) + "\n" for cell in cells)
+def _beside(found: Iterable[Cell]) -> list[Cell]:
+    """What is known of releases that are not among these."""
+    played = {cell.release for cell in found}
+    return [cell for cell in known_cells() if cell.release not in played]
 
 
 def main() -> None:
@@ -326,13 +310,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.table", description=__doc__)
     parser.add_argument("--release", action="append", help="may be given again; default: all")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--cells", type=Path, help="a file of cells: its releases are not played, others are added"
-    )
     parser.add_argument("--write", action="store_true", help=f"write {DATA.name} and {PAGE.name}")
     arguments = parser.parse_args()
-    found = _read(arguments.cells)
-    releases = [r for r in arguments.release or RELEASES if r not in {c.release for c in found}]
+    found: list[Cell] = []
+    releases = list(arguments.release or RELEASES)
     fetch(releases)
     console = Console()
     context = multiprocessing.get_context("spawn")  # ports of its own for each
@@ -341,16 +322,13 @@ def main() -> None:
         task = progress.add_task("releases", total=len(releases))
         for done in as_completed(pool.submit(play, release) for release in releases):
             found += done.result()
-            if arguments.cells:
-                _add(arguments.cells, done.result())
+            kept = _beside(found)
+            if arguments.write:  # hours of them: none is lost
+                known = known_runs()
+                runs = {cell.release: known[cell.release] for cell in kept}
+                keep([*kept, *found], runs | {cell.release: now() for cell in found})
             progress.advance(task)
-    played = {cell.release for cell in found}
-    kept = [cell for cell in known_cells() if cell.release not in played]
-    if arguments.write:
-        known = known_runs()
-        runs = {cell.release: known[cell.release] for cell in kept}
-        keep([*kept, *found], runs | dict.fromkeys(played, now()))
-    text = page([*kept, *found])
+    text = page([*_beside(found), *found])
     console.print(text, markup=False)
     if arguments.write:
         PAGE.write_text(text)

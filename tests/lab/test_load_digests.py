@@ -97,6 +97,7 @@ class Scene:
         prompt, ask = self.fresh()
         self.decode.ask(ask)
         self.decode.must_hold(prompt)
+        assert self.decode.strays() == 0
 
     def assert_told(self, prompt: Prompt) -> None:
         """P need not hold a prompt any longer; of a like pair D's steps say so."""
@@ -316,9 +317,7 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
     for p, d in ((sample, decode.settings), (prefill.settings, sample), (sample, sample)):
         with Stage(lab) as stage:
             found = scene(lab, stage, replace(prefill, settings=p), replace(decode, settings=d))
-            prompt, ask = found.fresh()
-            found.decode.ask(ask)
-            assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+            found.load_rightly()
             found.assert_counted(**CHECKED)
             found.fail_handed_on()
 

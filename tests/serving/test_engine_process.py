@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvpatch.core.errors import BadOptions, EngineFailed
@@ -71,45 +73,27 @@ def test_stopping_ends_children_that_ignore_it(fake_engine: Engine) -> None:
     stop_all([fake_engine])  # harmless
 
 
+_LOST_ITS_PORT = """
+    import pathlib, sys, time
+    once = pathlib.Path(sys.argv[1])
+    if once.exists():
+        raise SystemExit("second start")
+    once.touch()
+    print("zmq.error.ZMQError: Address already in use", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [("raise SystemExit('no room')", "no room"), (_LOST_ITS_PORT, "second start")],
+    ids=["ends", "has lost its port, and is started again"],
+)
 def test_a_server_that_ends_is_reported_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
 ) -> None:
-    import asyncio
-
-    import httpx
-
-    monkeypatch.setattr(
-        engine, "command", lambda spec, port: [sys.executable, "-c", "raise SystemExit('no room')"]
-    )
-    started = Engine(_SPEC, tmp_path / "fake.log")
-
-    async def wait() -> None:
-        async with httpx.AsyncClient() as client:
-            await started.ready(client, 30.0)
-
-    started.start()
-    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*no room"):
-        asyncio.run(wait())
-    started.stop()
-
-
-def test_a_server_that_lost_its_port_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import asyncio
-
-    import httpx
-
-    marker = tmp_path / "once"
-    script = (
-        "import pathlib, sys, time; once = pathlib.Path(sys.argv[1])\n"
-        "if once.exists(): raise SystemExit('second start')\n"
-        "once.touch(); print('zmq.error.ZMQError: Address already in use', flush=True)\n"
-        "time.sleep(600)"
-    )
-    monkeypatch.setattr(
-        engine, "command", lambda spec, port: [sys.executable, "-c", script, str(marker)]
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "once")]
+    monkeypatch.setattr(engine, "command", lambda spec, port: command)
     started = Engine(_SPEC, tmp_path / "fake.log")
 
     async def wait() -> None:
@@ -117,7 +101,7 @@ def test_a_server_that_lost_its_port_is_started_again(
             await started.ready(client, 60.0)
 
     started.start()
-    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*second start"):
+    with pytest.raises(EngineFailed, match=f"ended with status 1(.|\n)*{says}"):
         asyncio.run(wait())
     started.stop()
 
