@@ -114,6 +114,13 @@ class Scene:
         self.decode.ask(ask)
         self.decode.must_fail(prompt)
 
+    def ask_spoilt(self, how: str, reads: int) -> Prompt:
+        """A fresh prompt, of which wrong bytes come once it has been read."""
+        prompt, ask = self.fresh()
+        assert self.prefill.call("make_digests", prompt.name) == "made"
+        self.decode.call("ask_spoilt", [ask], how, reads)
+        return prompt
+
     def assert_counted(self, **found: int) -> None:
         """What D's ranks have counted since the last time, each for itself."""
         found = {"partly": 0, **found}
@@ -172,10 +179,7 @@ def test_good_loads_are_checked(pair: tuple[Scene, int]) -> None:
 def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
     """And are told of by their place; the next load is good."""
     scene, reads = pair
-    prompt, ask = scene.fresh()
-    assert scene.prefill.call("make_digests", prompt.name) == "made"
-
-    scene.decode.call("ask_spoilt", [ask], how, reads)
+    prompt = scene.ask_spoilt(how, reads)
 
     seen = scene.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
@@ -193,13 +197,7 @@ def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
 def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int]) -> None:
     """P still holds them, so that its word says nothing of it."""
     scene, _ = pair
-    prompt, ask = scene.fresh()
-    assert scene.prefill.call("make_digests", prompt.name) == "made"
-    scene.prefill.call("hand_on", prompt.name)
-
-    scene.decode.ask(ask)
-
-    scene.decode.must_fail(prompt)
+    scene.fail_handed_on()
     scene.assert_counted(**times(ALARM, scene.decode.spec.tp_size))
 
 
@@ -233,10 +231,7 @@ def test_each_head_is_read_from_one_rank(
         found.assert_counted(**times(CHECKED, ranks[1]))
         assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
     assert found.decode.left() == before
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.decode.call("ask_spoilt", [ask], "layer", heads)
-    found.decode.must_fail(prompt)
+    found.decode.must_fail(found.ask_spoilt("layer", heads))
     found.assert_counted(**times(ALARM, ranks[1]))
 
 
@@ -426,9 +421,7 @@ def test_recurrent_states_are_checked(
     found.load_rightly()
     found.assert_counted(**times(CHECKED, ranks[1]))
 
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
+    prompt = found.ask_spoilt("flip", ranks[1])
 
     seen = found.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
