@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.engines.releases import python_of
 from experiments.harness import chosen
@@ -225,6 +225,15 @@ def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     """
     names = chosen(text, [row.name for row in rows], "--rows")
     return tuple(row for row in rows if row.name in names)
+
+
+OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "release": (None, "vLLM release that must be installed"),
+    "max_tokens": (24, "tokens of each answer"),
+    "work_dir": (None, "for logs, models and results; kept"),
+    "startup_timeout": (900.0, "seconds that an engine may take to start"),
+}
+"""Of a command that runs pairs."""
 
 
 def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
