@@ -31,18 +31,13 @@ _ROW = drill.Row(
     broken_at_p=0,
     broken_at_d=0,
     no_answer=0,
-    failed_after=0,
-    restarts_decode=False,
     again_right=4,
     again_wrong=0,
     again_failed=0,
-    expired=4,
     counted_at_p=0,
     counted_at_d=4,
-    transfers=4,
     ended=[],
     said={},
-    seconds=1.0,
 )
 
 
