@@ -114,13 +114,11 @@ class Request:
         )
 
     def pieces(self) -> Iterator[DigestPiece]:
-        """Cuts it into what is read at once."""
         for alike in self.table.alike():
             run = [(0, self.table.end_token)]
             yield from self.table.pieces(alike, run, _RANGE_TOKENS, Weights(b"request"))
 
     def digest(self, name: str = "request") -> None:
-        """Makes its digests."""
         run = [(0, self.table.end_token)]
         self.table.digests(run, _RANGE_TOKENS, Weights(name.encode()))
 
@@ -130,7 +128,6 @@ def noise(size: int, device: str) -> torch.Tensor:
 
 
 def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
-    """Measures one row."""
     tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
     size = tokens * cache.token_bytes
     request = Request(cache, tokens, device)
@@ -183,7 +180,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures, prints, and judges where it is asked to."""
     options = options_of(
         __doc__,
         mib=(64, "of the cache that is digested"),

@@ -167,7 +167,6 @@ class Book:
 
 
 async def read_books(play: Play) -> tuple[Book, Book]:
-    """P's and D's."""
     # A step's counts are in /metrics some time after its answer.
     await asyncio.sleep(1.0)
 
@@ -264,7 +263,6 @@ async def drill(asking: Asking, options: Options, console: Console) -> list[Row]
 
 
 def table(rows: Sequence[Row]) -> Published:
-    """Makes a row for each fault and pair."""
     shown = []
     for row in rows:
         again = row.again_right + row.again_wrong + row.again_failed
@@ -307,7 +305,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Plays what is asked for."""
     options = options_of(
         __doc__,
         pairs=(None, "by commas: " + ", ".join(pair.name for pair in PAIRS)),

@@ -33,7 +33,6 @@ def _play(asked: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Plays what is asked for."""
     importable_in_engines()
     asked = options_of(
         __doc__,

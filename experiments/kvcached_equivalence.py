@@ -79,7 +79,6 @@ def bring_stand_ins() -> None:
 
 
 def main() -> int:
-    """Returns 0 if all is as it must be."""
     asked = options_of(
         __doc__,
         judged=False,

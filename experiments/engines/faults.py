@@ -51,7 +51,6 @@ async def kill(engine: Engine) -> None:
 
 
 def is_alive(engine: Engine) -> bool:
-    """True if its process still runs."""
     try:
         engine.require_alive()
     except EngineFailed:

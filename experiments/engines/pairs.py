@@ -245,7 +245,6 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 
 
 def single_setup(single: Single, model: str) -> Setup:
-    """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
     side = single.like or Side(64 if single.has_state else 32)
     name += "" if single.like is None else f"-{single.dtype}-{str(side).replace(' ', '-')}"

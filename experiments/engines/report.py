@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def pairs_table(results: Sequence[RowResult]) -> Table:
-    """A row per pair."""
     from rich.table import Table
 
     drawn = Table(
@@ -150,7 +149,6 @@ def problems(results: Sequence[RowResult]) -> list[str]:
 
 
 def pairs_summary(results: Sequence[RowResult]) -> str:
-    """One line to conclude."""
     passed = sum(result.passed for result in results)
     spoiled = sum(len(result.comparison.control.get("kvpatch", {})) for result in results)
     return (
@@ -160,7 +158,6 @@ def pairs_summary(results: Sequence[RowResult]) -> str:
 
 
 def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
-    """One record per row and case."""
     return [
         {"row": result.row.name, "passed": result.passed, **record}
         for result in results

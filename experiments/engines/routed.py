@@ -126,7 +126,6 @@ class Play:
         return self.prefill.spec.model
 
     async def at_p(self, prompt: Prompt, name: str) -> dict[str, Any] | Outcome:
-        """P's answer for D."""
         request = Request(self.model, prompt.token_ids, name)
         try:
             return await prefill(self.client, self.prefill.url, request)

@@ -31,7 +31,6 @@ class Told:
     failed: list[Prompt] = field(default_factory=list)
 
     def __call__(self, outcome: Outcome) -> None:
-        """Counts one."""
         self.advance()
         self.outcomes[outcome.kind] += 1
         if outcome.kind not in ("right", "wrong"):

@@ -45,13 +45,11 @@ class Process:
         self._handle = os.pidfd_open(pid)
 
     def end(self) -> None:
-        """Kills it, and waits until it is no more."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         self.wait()
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         select.select([self._handle], [], [], _ANSWER_SECONDS)
         os.close(self._handle)
 

@@ -188,7 +188,6 @@ class EngineSpec:
 
     @property
     def blocks(self) -> int:
-        """Blocks in each tensor."""
         return self.planned_blocks if self.tensor_blocks is None else self.tensor_blocks
 
     @property
@@ -198,7 +197,6 @@ class EngineSpec:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several cache groups."""
         return self.has_state or self.has_own_tables or any(self.window_tokens)
 
     @property
@@ -207,17 +205,14 @@ class EngineSpec:
         return STATES[self.state_kind]
 
     def states_of(self, layer: int) -> States:
-        """What a layer with recurrent state has."""
         return OF_KINDS.get(self.kind_of(layer), self.states)
 
     def is_state(self, layer: int) -> bool:
-        """Whether a layer has recurrent state."""
         is_other = self.has_state and layer % 2 == (0 if self.state_first else 1)
         return is_other or self.kind_of(layer) in OF_KINDS
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layer has recurrent state."""
         return self.has_state or not OF_KINDS.keys().isdisjoint(self.kinds)
 
     @property
@@ -226,7 +221,6 @@ class EngineSpec:
         return self.is_hybrid or self.own_scheduler
 
     def is_indexer(self, layer: int) -> bool:
-        """Whether a layer is an indexer's cache."""
         return self.has_indexer and layer % 2 == 1
 
     def kind_of(self, layer: int) -> str:
@@ -267,7 +261,6 @@ class EngineSpec:
         return max(1, heads // self.tp_size), channels
 
     def block_tokens_of(self, layer: int) -> int:
-        """Tokens of a block of a layer's."""
         if self.is_state(layer):
             return self.state_tokens if self.state_mode == "none" else self.block_tokens
         if self.kind_of(layer) == "ring" and self.ring_tokens:

@@ -605,7 +605,6 @@ class Engine:
                 plane[own] = 0
 
     def logged(self) -> list[str]:
-        """What was logged as an error so far."""
         return list(self.log.errors)
 
     def counts(self) -> tuple[int, int, int]:

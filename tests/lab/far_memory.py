@@ -57,13 +57,11 @@ class TensorsElsewhere:
         return found.set_(memory.untyped_storage(), *place)
 
     def push(self) -> None:
-        """Puts onto the device what host memory holds."""
         for host, there in self._pairs.values():
             there.copy_(host)
         self._wait()
 
     def pull(self) -> None:
-        """Puts into host memory what the device holds."""
         self._wait()
         for host, there in self._pairs.values():
             host.copy_(there)
@@ -94,14 +92,12 @@ class DeviceTensors:
         self.push()
 
     def push(self) -> None:
-        """Puts onto the device what host memory holds."""
         for host, there in self._pairs:
             kind = _INTEGERS[host.element_size()]
             there.view(kind).copy_(host.contiguous().view(kind).to(there.device))
         self._sync()
 
     def pull(self) -> None:
-        """Puts into host memory what the device holds."""
         for host, there in self._pairs:
             host.copy_(there.cpu())
 

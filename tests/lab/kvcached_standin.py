@@ -83,7 +83,6 @@ class Reservation:
         self.address = -(-found // aligned) * aligned
 
     def map(self, page: int) -> None:
-        """Puts memory behind a page."""
         start = self.address + page * self.page_bytes
         _check(_C.mprotect(start, self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         self.mapped.add(page)

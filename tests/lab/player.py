@@ -176,7 +176,6 @@ class Player(Engine):
             self._by_name[p.name] = self.scheduler.prefill(p.number, p.name, p.tokens)
 
     def begin_own(self, prompts: Sequence[Prompt]) -> None:
-        """Takes prompts that nobody will read."""
         for p in prompts:
             self._by_name[p.name] = self._core_scheduler().seed(p.number, p.name, p.tokens)
 
@@ -253,7 +252,6 @@ class Player(Engine):
         return held
 
     def cancel(self, name: str) -> None:
-        """Ends a prompt before P has answered it."""
         self._core_scheduler().abort(name)
 
     def host_blocks(self) -> dict[str, int]:
@@ -307,7 +305,6 @@ class Player(Engine):
         return self._own_calls
 
     def own_calls(self) -> int:
-        """How often those were called so far."""
         return self._own_calls
 
     def watch_saves(self) -> None:
@@ -323,7 +320,6 @@ class Player(Engine):
         return counted
 
     def copied(self) -> int:
-        """How many those were, over all ranks."""
         return self._copied
 
     def spoil_saves(self, how: str) -> None:
@@ -544,7 +540,6 @@ class Player(Engine):
     # -- D with the release's own scheduler -----------------------------------
 
     def free_blocks(self) -> int:
-        """How many blocks the scheduler may hand out."""
         return self._core_scheduler().free_blocks()
 
     def forget(self) -> None:
@@ -552,7 +547,6 @@ class Player(Engine):
         self._core_scheduler().forget()
 
     def status(self, name: str) -> str:
-        """What has become of a request, to the scheduler."""
         return self._core_scheduler().status(name)
 
     def offer(self, texts: Sequence[str], tokens: int) -> list[str]:
@@ -592,11 +586,9 @@ class Player(Engine):
         return self._offered[-1]
 
     def warned(self) -> list[str]:
-        """What the release and kvpatch have logged as warnings."""
         return self.log.warnings
 
     def logged(self) -> list[str]:
-        """What the release and kvpatch have logged as errors."""
         return list(self.log.errors)
 
     def hang_up(self, name: str) -> None:
@@ -807,7 +799,6 @@ class Player(Engine):
         return {engine for reader in readers if reader for engine in reader.peers}
 
     def threads(self) -> set[str]:
-        """The names of this process's threads."""
         return {thread.name for thread in threading.enumerate()}
 
     def age_peers(self) -> None:

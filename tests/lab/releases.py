@@ -37,7 +37,6 @@ def newest() -> str:
 
 
 def ends_of_generations() -> list[str]:
-    """The newest release of each generation."""
     return [releases[-1] for releases in GENERATIONS.values()]
 
 

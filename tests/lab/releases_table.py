@@ -147,12 +147,10 @@ def _order(pair: Pair) -> tuple[int, int]:
 
 
 def known_page() -> str:
-    """The page of what is known."""
     return page(known())
 
 
 def page(rows: Mapping[Pair, Row]) -> str:
-    """docs/evidence/unlike_releases.md."""
     stock = Counter("".join(row.stock for row in rows.values()))
     ours = Counter("".join(row.kvpatch for row in rows.values()))
     lines = [

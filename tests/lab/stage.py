@@ -132,7 +132,6 @@ class Actor:
         return int(self.call("strays"))
 
     def left(self) -> Left:
-        """What D's worker still holds of transfers."""
         left: Left = self.call("left")
         return left
 
@@ -251,7 +250,6 @@ class Stage:
         return Prompt(f"req-{self._name}-{self._prompts}", self._prompts, tokens)
 
     def prompts(self, count: int, tokens: int) -> list[Prompt]:
-        """So many of them."""
         return [self.prompt(tokens) for _ in range(count)]
 
     def load(self, prefill: Actor, decode: Actor, tokens: int) -> Prompt:

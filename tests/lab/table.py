@@ -113,7 +113,6 @@ def _must_notice(lab: Lab, loaded: Sequence[Case]) -> None:
 
 
 def page(found: Sequence[Cell]) -> str:
-    """docs/evidence/heterogeneous.md."""
     order = [case.name for case in all_cases()]
     found = sorted(found, key=lambda c: (RELEASES.index(c.release), order.index(c.case)))
     releases = [r for r in RELEASES if any(cell.release == r for cell in found)]
@@ -253,7 +252,6 @@ def _span(first: str, last: str) -> str:
 
 
 def known_page() -> str:
-    """The page of what is known."""
     return page(known_cells())
 
 
@@ -273,7 +271,6 @@ def known_cells() -> tuple[Cell, ...]:
 
 
 def known_runs() -> dict[str, Played]:
-    """When each release was played."""
     rows = json.loads(DATA.read_text())["releases"]
     return {release: Played(row["date"], row["commit"]) for release, row in rows.items()}
 

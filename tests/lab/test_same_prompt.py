@@ -69,7 +69,6 @@ class Pair:
         return replace(other, number=prompt.number, edits=tuple(edits))
 
     def prefilled(self, prompt: Prompt) -> Ask:
-        """A prompt that P has computed, with P's answer."""
         (served,) = self.prefill.complete(Ask(prompt, json.dumps(TO_BE_READ)))
         assert served.status == _FINISHED
         return Ask(prompt, served.answer)

@@ -55,7 +55,6 @@ class Scene:
     decode: Actor
 
     def fresh(self, actor: Actor) -> tuple[Prompt, Ask]:
-        """A prompt that P has just computed."""
         prompt = self.stage.prompt(TOKENS)
         (ask,) = actor.compute(prompt)
         return prompt, ask

@@ -292,7 +292,6 @@ class Pair:
         return decode
 
     def ask(self) -> Ask:
-        """A prompt that P has computed."""
         return self.prefill.compute(self._stage.prompt(TOKENS))[0]
 
     def outcome(self, cell: _Cell) -> str:

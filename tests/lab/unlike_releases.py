@@ -118,7 +118,6 @@ class Labs:
         sabotage: Sabotage | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
-        """Plays a case with P and D of these releases."""
         prefill = self.of(pair.prefill)
         decode = self.of(pair.decode, pair.prefill)
         return decode.run(case, sabotage, of_prefill=prefill, extra=extra)

@@ -70,12 +70,10 @@ class Pair:
     async def answer(
         self, engine: Engine, request: Request, params: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """The tokens of an answer."""
         found = await complete(self._client, engine.url, request, _ANSWER, params)
         return found.token_ids
 
     async def prefilled(self, prompt: tuple[int, ...]) -> dict[str, Any]:
-        """P's answer to a prompt."""
         return await prefill(self._client, self.prefill.url, self.request(prompt))
 
     async def turn(

@@ -32,7 +32,6 @@ _OVERCOMMIT = 2
 
 
 def register() -> None:
-    """Called in every process of vLLM."""
     if os.environ.get("ENABLE_KVCACHED") != "true":
         return
     elastic = Elastic()
