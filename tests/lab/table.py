@@ -12,12 +12,12 @@ import argparse
 import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
@@ -35,7 +35,7 @@ SEED = 20
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "heterogeneous.md"
 DATA = _DOCS / "data" / "heterogeneous.json"
-_LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
+LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
 KINDS = ("smaller P blocks", "larger P blocks", "other layout", "CPU backend", "other ranks")
 
 
@@ -262,7 +262,7 @@ def known_cells() -> tuple[Cell, ...]:
     by_name = {case.name: case for case in all_cases()}
     if data["pairs"] != list(by_name):
         return ()
-    outcomes: dict[str, Outcome] = {letter: outcome for outcome, letter in _LETTERS.items()}
+    outcomes: dict[str, Outcome] = {letter: outcome for outcome, letter in LETTERS.items()}
     return tuple(
         Cell(release, kind_of(by_name[name]), name, outcomes[stock], outcomes[ours])
         for release, row in data["releases"].items()
@@ -276,24 +276,25 @@ def known_runs() -> dict[str, Played]:
 
 
 def keep(found: Sequence[Cell], runs: dict[str, Played]) -> None:
-    """Writes docs/data/heterogeneous.json, a line for each release: a change shows as one."""
     pairs = [case.name for case in all_cases()]
-    rows = []
+    rows = {}
     for release in sorted(runs, key=RELEASES.index):
         by_case = {cell.case: cell for cell in found if cell.release == release}
         cells = [by_case[name] for name in pairs]
-        row = vars(runs[release]) | {
-            "stock": "".join(_LETTERS[cell.stock] for cell in cells),
-            "kvpatch": "".join(_LETTERS[cell.kvpatch] for cell in cells),
+        rows[release] = vars(runs[release]) | {
+            "stock": "".join(LETTERS[cell.stock] for cell in cells),
+            "kvpatch": "".join(LETTERS[cell.kvpatch] for cell in cells),
         }
-        rows.append(f"  {json.dumps(release)}: {json.dumps(row)}")
-    head = {
-        "made_by": "python -m tests.lab.table --write",
-        "letters": {letter: outcome for outcome, letter in _LETTERS.items()},
-        "pairs": pairs,
-    }
+    letters = {letter: outcome for outcome, letter in LETTERS.items()}
+    head = {"made_by": "python -m tests.lab.table --write", "letters": letters, "pairs": pairs}
+    write_rows(DATA, head, rows)
+
+
+def write_rows(path: Path, head: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
+    """Writes a file of docs/data, a line for each row: a change shows as one."""
     text = json.dumps(head, indent=1).removesuffix("\n}")
-    DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(rows) + "\n }\n}\n")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    path.write_text(f'{text},\n "releases": {{\n{lines}\n }}\n}}\n')
 
 
 def _beside(found: Iterable[Cell]) -> list[Cell]:
