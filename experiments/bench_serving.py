@@ -173,12 +173,10 @@ class Others:
                     self._started[number].set()
 
 
-async def load(
-    client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...], tokens: int = _ANSWER_TOKENS
-) -> Completion:
+async def load(client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...]) -> Completion:
     request = Request(engines.prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
     urls = engines.prefill.url, engines.decode.url
-    return await prefill_then_decode(client, *urls, request, tokens)
+    return await prefill_then_decode(client, *urls, request, _ANSWER_TOKENS)
 
 
 def compared(name: str, like: Completion, own: Completion) -> Load:

@@ -338,8 +338,8 @@ class Case:
             decode=replace(self.decode, patched=False, patches=()),
         )
 
-    def patched(self, *slugs: str, prefill: bool = True, decode: bool = True) -> Case:
-        """The same case with kvpatch on, on the sides that are named."""
+    def patched(self, *slugs: str, prefill: bool = True) -> Case:
+        """The same case with kvpatch on, on both sides or on D alone."""
 
         def switched_on(engine: EngineSpec) -> EngineSpec:
             return replace(engine, patched=True, patches=slugs)
@@ -347,7 +347,7 @@ class Case:
         return replace(
             self,
             prefill=switched_on(self.prefill) if prefill else self.prefill,
-            decode=switched_on(self.decode) if decode else self.decode,
+            decode=switched_on(self.decode),
         )
 
 
@@ -375,9 +375,6 @@ class Report:
     moved_tokens: int = 0
     #: Bytes written outside the requests' own blocks.
     stray_bytes: int = 0
-    #: Pairs of P's blocks, one behind the other in a request, that lie so in P's cache too: as each
-    #: run's shuffled pool has it, thus no part of what two runs are compared by.
-    touching: int = field(default=0, compare=False)
     #: NIXL descriptors in the READs that D posted, but for those of its own memory.
     descriptors: int = 0
     #: Memory regions that D's worker registered, but for the one that reads are measured in.

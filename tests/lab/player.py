@@ -409,14 +409,13 @@ class Player(Engine):
         """Reads one prompt from a P that is known; its pages are there before the clock runs."""
         name = ask.prompt.name
         self._schedule(ask)
-        descriptors, used, started = self.descriptors, time.thread_time(), time.perf_counter()
+        descriptors, started = self.descriptors, time.perf_counter()
         while True:
             self._step()
             seen = self._look([name])
             passed = time.perf_counter() - started
             if name in seen.received:
-                used = time.thread_time() - used
-                return Timed(passed, used, self.descriptors - descriptors)
+                return Timed(passed, self.descriptors - descriptors)
             if seen.failed or passed > seconds:
                 raise LoadFailed(f"{name} was not read: {seen}")
             time.sleep(_TIMED_POLL_SECONDS)

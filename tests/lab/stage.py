@@ -75,9 +75,9 @@ class Actor:
         """Posts reads (or shakes hands first); the tokens that D said it will load."""
         return int(self.call("ask", asks))
 
-    def complete(self, *asks: Ask, seconds: float = _WATCH_SECONDS) -> list[Served]:
+    def complete(self, *asks: Ask) -> list[Served]:
         """Serves prompts that come together, with P's answers or without."""
-        served: list[Served] = self.call("complete", asks, seconds)
+        served: list[Served] = self.call("complete", asks, _WATCH_SECONDS)
         return served
 
     def timed(self, ask: Ask) -> Timed:
@@ -97,14 +97,14 @@ class Actor:
         seen = self.watch(*prompts, seconds=seconds)
         assert seen.received == {prompt.name for prompt in prompts}, seen
 
-    def must_hold(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+    def must_hold(self, *prompts: Prompt) -> None:
         """Asserts that each is received, and that the cache holds what P had."""
-        self.must_receive(*prompts, seconds=seconds)
+        self.must_receive(*prompts)
         assert self.wrong(*prompts)[0] == 0
 
-    def must_fail(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+    def must_fail(self, *prompts: Prompt) -> None:
         """Asserts that the load of each fails."""
-        seen = self.watch(*prompts, seconds=seconds)
+        seen = self.watch(*prompts)
         assert seen.failed == {prompt.name for prompt in prompts}, seen
 
     def finish(self, prompt: Prompt) -> str:

@@ -178,12 +178,12 @@ def test_stock_reads_what_p_has_let_go_of(lab: Lab, case: Case, since: str) -> N
 # --- sliding windows alone, whose lists are the ends of tables ---
 
 
-def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
-    """P's blocks of `cut` tokens are cut into D's; 0 for a P like D."""
+def _window_alone(prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
+    """P's blocks of `cut` tokens are cut into D's of 16; 0 for a P like D."""
     common = {"family": "flashinfer", "device": "cuda", "window_tokens": (window,), "layers": 2}
-    d = replace(engine_of("two groups", block_tokens), **common)
-    p = replace(engine_of("two groups", cut), **common, parts=cut // block_tokens) if cut else d
-    return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
+    d = replace(engine_of("two groups", 16), **common)
+    p = replace(engine_of("two groups", cut), **common, parts=cut // 16) if cut else d
+    return Case(f"window of {window} alone, {cut or 16} to 16", p, d, prompt)
 
 
 _MAY_BE_CUT = pytest.mark.on(states_kernel_blocks=False)
@@ -199,7 +199,7 @@ _MAY_BE_CUT = pytest.mark.on(states_kernel_blocks=False)
 )
 def test_windows_alone(lab: Lab, window: int, cut: int, prompt: int) -> None:
     """Of peers like D, and of those that may have cut theirs."""
-    lab.on_d(_window_alone(16, prompt, cut, window)).must_be("identical", moved=prompt)
+    lab.on_d(_window_alone(prompt, cut, window)).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [100, 159, 300])
@@ -214,7 +214,7 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
         facts.lists_drafted_blocks and not facts.reserves_drafted_blocks
     ):
         pytest.skip("whether a block more is named depends on the prompt (<= 0.22)")
-    case = _window_alone(16, prompt, cut=48)
+    case = _window_alone(prompt, cut=48)
     drafting = {"lookahead_tokens": 40}
     case = replace(
         case, prefill=replace(case.prefill, **drafting), decode=replace(case.decode, **drafting)
@@ -227,4 +227,4 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
 def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
 
-    assert lab.run(_window_alone(16, 10, cut=48)).outcome == "corrupt"
+    assert lab.run(_window_alone(10, cut=48)).outcome == "corrupt"

@@ -27,16 +27,10 @@ _LIKE = next(case for case in like_pairs("HND") if case.name == "HND four at onc
 
 
 @contextmanager
-def _lab(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, str],
-    release: str = newest(),
-    version: str = "0.33.1",
-) -> Iterator[Lab]:
-    renamed(release, version, folder / release, changed)
+def _lab(folder: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> Iterator[Lab]:
+    renamed(newest(), "0.33.1", folder / newest(), changed)
     monkeypatch.setenv("KVPATCH_TEST_CACHE", str(folder))
-    with Lab(release) as opened:
+    with Lab(newest()) as opened:
         yield opened
 
 

@@ -46,8 +46,8 @@ def _group_is_empty(group: int) -> bool:
     return all(state.startswith("Z") for pgid, state in members if int(pgid) == group)
 
 
-def _wait(condition: object, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait(condition: object) -> None:
+    deadline = time.monotonic() + 20
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -62,7 +62,7 @@ def test_the_test_commands_pairs(tmp_path: Path) -> None:
     """A like pair, larger blocks at P, and these behind host buffers."""
     rows = _run(tmp_path, "64-64,128-32,host-128-32", "--no-stock")
     for records in rows.values():
-        require_identical(records, layers=4)
+        require_identical(records)
     require_metrics(tmp_path, "64-64", rows["64-64"], "stock")
     shown = require_metrics(tmp_path, "128-32", rows["128-32"], "direct", "staged")
     assert shown["kvpatch_load_holds_total held"] == 0, "P has no kvpatch"
@@ -77,7 +77,7 @@ def test_the_test_commands_pairs(tmp_path: Path) -> None:
 def test_larger_blocks_beside_stock(tmp_path: Path) -> None:
     """Stock fails or answers wrongly."""
     ((row, records),) = _run(tmp_path, "128-32").items()
-    require_identical(records, layers=4)
+    require_identical(records)
     require_metrics(tmp_path, row, records, "direct", "staged")
     assert _stock_is_wrong_or_fails(records)
 
@@ -86,7 +86,7 @@ def test_pairs_of_one_model(tmp_path: Path) -> None:
     """Larger and smaller blocks, heads split and joined, and two different P for one D."""
     rows = _run(tmp_path, "128-32,32-128,tp1-tp2,tp2-tp1,2p1d", "--no-stock")
     for records in rows.values():
-        require_identical(records, layers=4)
+        require_identical(records)
     for row in ("128-32", "32-128"):
         require_metrics(tmp_path, row, rows[row], "direct", "staged")
 
@@ -95,7 +95,7 @@ def test_a_sliding_window(tmp_path: Path) -> None:
     """Several cache groups, of which some hold a window only."""
     rows = _run(tmp_path, "window-128-32", "--no-stock")
     for records in rows.values():
-        require_identical(records, layers=4)
+        require_identical(records)
         groups = {len(r["setups"]["kvpatch"]["decode"]["block_ids"]) for r in records}
         assert groups == {2}
 
@@ -104,7 +104,7 @@ def test_recurrent_state(tmp_path: Path) -> None:
     """A hybrid model: attention by tokens, and the state behind all but the last of them."""
     rows = _run(tmp_path, "hybrid-128-64", "--no-stock")
     for records in rows.values():
-        require_identical(records, layers=4, prompts=PROMPTS - 1)  # none of one token
+        require_identical(records, prompts=PROMPTS - 1)  # none of one token
 
 
 @pytest.mark.skipif(not _has_amx(), reason="this processor has no AMX")
@@ -114,14 +114,14 @@ def test_tiles(tmp_path: Path) -> None:
         tmp_path, "tiles-128-32,tiles-32-128" if is_full() else "tiles-128-32", "--no-stock"
     )
     for records in rows.values():
-        require_identical(records, layers=4)
+        require_identical(records)
 
 
 def test_other_layouts(tmp_path: Path) -> None:
     """An NHD cache read into an HND one, with blocks of another size."""
     rows = _run(tmp_path, "nhd-hnd-128-32", "--no-stock")
     for records in rows.values():
-        require_identical(records, layers=4)
+        require_identical(records)
 
 
 # -- kvpatch verify -------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_a_pair_answers_like_a_single_engine(
     _verify(tmp_path, "--setups", "single,kvpatch")
 
     records = _records(tmp_path / "equivalence.jsonl")
-    require_identical(records, layers=4)
+    require_identical(records)
     fingerprints = [
         json.dumps(record["setups"]["single"]["prefill"]["fingerprints"]) for record in records
     ]
@@ -187,7 +187,7 @@ def test_kvcacheds_layouts_grow_and_shrink_while_they_serve(tmp_path: Path) -> N
         variables={**os.environ, "KVPATCH_PYTHON": sys.executable},
     )
 
-    require_identical(_records(tmp_path / "kvcached.jsonl"), layers=4)
+    require_identical(_records(tmp_path / "kvcached.jsonl"))
     for engine in ("prefill-0", "decode-kvpatch"):
         found = _PAGES.findall((tmp_path / f"{row}-{engine}.log").read_text())
         there = [int(pages) for pages, _, _ in found]
