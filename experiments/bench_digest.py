@@ -4,8 +4,8 @@
 
 One thread on the host: "copy" is one piece of memory into another, "digest" all that a worker
 does. The ways take turns. Blocks are scattered in memory that no cache holds. For a device the
-operations of the same request are counted in torch's "meta" tensors, and the bytes that they touch
-as multiples of the request's ("moved"); --device cuda times both on one.
+operations of the same request are counted in torch's "meta" tensors; --device cuda times both on
+one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +87,6 @@ class Row:
     digest_of_copy: float
     slices: int
     operations: int
-    moved_of_bytes: float
     most: float
 
 
@@ -116,35 +114,13 @@ class Request:
         )
 
     def pieces(self) -> Iterator[DigestPiece]:
-        """Cuts it into what is read at once."""
         for alike in self.table.alike():
             run = [(0, self.table.end_token)]
             yield from self.table.pieces(alike, run, _RANGE_TOKENS, Weights(b"request"))
 
     def digest(self, name: str = "request") -> None:
-        """Makes its digests."""
         run = [(0, self.table.end_token)]
         self.table.digests(run, _RANGE_TOKENS, Weights(name.encode()))
-
-
-class Moved(Operations):
-    """Counts bytes too: of every tensor that an operation reads or makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = super().__torch_dispatch__(function, types, args, kwargs)
-        if not function.is_view:
-            name = function.overloadpacket.__name__
-            # A gather reads what it makes, however large the memory is that it reads from.
-            read = (found,) if name == "index_select" else args
-            touched = [one for one in (found, *read) if isinstance(one, torch.Tensor)]
-            self.bytes += sum(one.numel() * one.element_size() for one in touched)
-        return found
 
 
 def noise(size: int, device: str) -> torch.Tensor:
@@ -152,7 +128,6 @@ def noise(size: int, device: str) -> torch.Tensor:
 
 
 def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
-    """Measures one row."""
     tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
     size = tokens * cache.token_bytes
     request = Request(cache, tokens, device)
@@ -169,7 +144,7 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
         (seconds_of(copy), seconds_of(lambda turn=turn: request.digest(f"request {turn}")))
         for turn in range(repeat)
     ]
-    with Moved() as counted:
+    with Operations() as counted:
         for piece in Request(cache, tokens, "meta").pieces():
             sums_of(piece)
     return Row(
@@ -177,18 +152,18 @@ def measure(cache: Cache, mib: int, repeat: int, device: str) -> Row:
         statistics.median(copied for copied, _ in turns),
         statistics.median(digest for _, digest in turns),
         statistics.median(digest / copied for copied, digest in turns),
-        request.slices, counted.count, counted.bytes / size, cache.most,
+        request.slices, counted.count, cache.most,
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> Table:
     columns = ("cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
-               "operations", "for 16 MiB", "moved/bytes")  # fmt: skip
-    return table_of("one thread; the last three of a device", columns, (
+               "operations", "for 16 MiB")  # fmt: skip
+    return table_of("one thread; the last two of a device", columns, (
         (row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
          f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
          f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
-         f"{row.operations:,}", f"{row.operations / row.slices:.1f}", f"{row.moved_of_bytes:.1f}")
+         f"{row.operations:,}", f"{row.operations / row.slices:.1f}")
         for row in rows
     ))  # fmt: skip
 
@@ -205,7 +180,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures, prints, and judges where it is asked to."""
     options = options_of(
         __doc__,
         mib=(64, "of the cache that is digested"),

@@ -98,7 +98,6 @@ def is_identical(
 
 
 def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
-    """Measures the rows of one model."""
     at = len(model.before)
     one = model.tensors(1, "cpu")
     size = block_bytes(one, dict.fromkeys(one, at), 1)
@@ -161,7 +160,6 @@ def table(rows: list[Measured]) -> Table:
 
 
 def main() -> None:
-    """Measures and prints."""
     options = options_of(
         __doc__,
         mib=(256, "size of what is saved at once"),

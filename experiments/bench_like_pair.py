@@ -105,7 +105,6 @@ def rows_of(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and prints."""
     options = options_of(
         __doc__, release=("0.32.0", "of vLLM"), repeat=(100, "turns of all pairs of caches")
     )

@@ -220,7 +220,6 @@ def goals(rows: list[Measured]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures, prints, and judges where it is asked to."""
     options = options_of(
         __doc__,
         mib=(64, "size of the request's cache"),

@@ -134,7 +134,6 @@ def copy_bytes_per_second(total: int) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
     options = options_of(
         __doc__,
         mib=(64, "size of both memories"),

@@ -82,7 +82,6 @@ class Pair:
 
     @property
     def most(self) -> float:
-        """The ratio that is the goal."""
         return _MOST_ALIKE if self.prefill == self.decode == self.like else _MOST
 
 
@@ -174,13 +173,10 @@ class Others:
                     self._started[number].set()
 
 
-async def load(
-    client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...], tokens: int = _ANSWER_TOKENS
-) -> Completion:
-    """One prompt through a pair."""
+async def load(client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...]) -> Completion:
     request = Request(engines.prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
     urls = engines.prefill.url, engines.decode.url
-    return await prefill_then_decode(client, *urls, request, tokens)
+    return await prefill_then_decode(client, *urls, request, _ANSWER_TOKENS)
 
 
 def compared(name: str, like: Completion, own: Completion) -> Load:
@@ -240,7 +236,6 @@ def spec(name: str, model: str, side: Side, *, kvpatch: bool) -> EngineSpec:
 async def measure(
     pair: Pair, model: str, count: int, options: Options, console: Console
 ) -> Measured:
-    """All of one pair."""
     specs = [
         spec(f"{pair.name}-like-prefill", model, pair.like, kvpatch=False),
         spec(f"{pair.name}-like-decode", model, pair.like, kvpatch=False),
@@ -287,7 +282,6 @@ def goals(found: Sequence[Measured]) -> list[Goal]:
 
 
 def table(found: Sequence[Measured]) -> Published:
-    """Makes a row for each pair, D idle and busy."""
     shown = []
     for one in found:
         for when, loads in (("idle", one.idle), ("busy", one.busy)):
@@ -304,7 +298,6 @@ def table(found: Sequence[Measured]) -> Published:
 
 
 def main() -> None:
-    """Serves pairs of engines beside stock's like pair, and compares times to first token."""
     options = options_of(
         __doc__,
         pairs=(None, "which, by commas; all by default"),

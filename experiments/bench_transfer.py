@@ -131,7 +131,6 @@ class Landing:
         self._agent, self.landed = agent, 0.0
 
     def check_xfer_state(self, handle: Any) -> Any:
-        """Asks NIXL."""
         state = self._agent.check_xfer_state(handle)
         if state == "DONE":
             self.landed = time.perf_counter()
@@ -406,7 +405,6 @@ def goals(rows: list[Measured]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures, prints, and judges where it is asked to."""
     options = options_of(
         __doc__,
         mib=(128, "size of the request's cache"),

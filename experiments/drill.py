@@ -17,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress
 
 from experiments.engines.checkout import importable_in_engines
-from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
+from experiments.engines.faults import ENDED, count, is_alive
 from experiments.engines.routed import (
     KINDS,
     Play,
@@ -101,15 +100,10 @@ class Row:
     """One scene with one pair.
 
     Attributes:
-        failed_after: those of the failed ones that were sent when the fault was over.
         said: what failures said, and how often.
-        restarts_decode: whether D was restarted before they were asked again, since it keeps the
-            handshake with the P that was killed.
         again_right: of those that failed, asked again after the scene.
-        expired: leases that ended, by P's count; None where P was another one at the end.
         counted_at_p: requests that ended with an error, by P's count; None where P was another one.
         counted_at_d: the same by D's.
-        transfers: failed ones by D's count; None where D was another one.
         ended: engines that ended by themselves.
     """
 
@@ -123,18 +117,13 @@ class Row:
     broken_at_p: int
     broken_at_d: int
     no_answer: int
-    failed_after: int
-    restarts_decode: bool
     again_right: int
     again_wrong: int
     again_failed: int
-    expired: int | None
     counted_at_p: int | None
     counted_at_d: int | None
-    transfers: int | None
     ended: list[str]
     said: dict[str, int]
-    seconds: float
 
 
 async def scene(
@@ -143,12 +132,12 @@ async def scene(
     """One scene and the engines' own books of it, then once more what has failed in it."""
     task = progress.add_task(f"{pair.name}: {name}", total=len(prompts))
     told = Told(lambda: progress.advance(task))
-    before, started = await read_books(play), time.monotonic()
+    p_before, d_before = await read_books(play)
     await SCENES[name](play, prompts, told)
     ended = await revive(play)
-    now = await read_books(play)
-    restarts = before.at_p.group != now.at_p.group and before.at_d.group == now.at_d.group
-    if restarts:
+    p_now, d_now = await read_books(play)
+    if p_before.group != p_now.group and d_before.group == d_now.group:
+        # D keeps the handshake with the P that was killed.
         await play.restart(play.decode)
     again = Counter[str]()
     for batch in batches(told.failed):
@@ -159,53 +148,37 @@ async def scene(
         scene=name,
         requests=len(prompts),
         **by_kind(told.outcomes),
-        failed_after=told.failed_after,
-        restarts_decode=restarts,
         again_right=again["right"],
         again_wrong=again["wrong"],
         again_failed=again.total() - again["right"] - again["wrong"],
-        expired=since(before.at_p, now.at_p, EXPIRED),
-        counted_at_p=since(before.at_p, now.at_p, ENDED),
-        counted_at_d=since(before.at_d, now.at_d, ENDED),
-        transfers=since(before.at_d, now.at_d, FAILED_TRANSFERS),
+        counted_at_p=since(p_before, p_now),
+        counted_at_d=since(d_before, d_now),
         ended=ended,
         said=dict(told.said),
-        seconds=time.monotonic() - started,
     )
 
 
 @dataclass(frozen=True)
 class Book:
-    """The counts of one engine; ``group`` says which process it was."""
+    """Requests that one engine has ended with an error; ``group`` says which process it was."""
 
     group: int | None
-    counts: Mapping[str, int]
+    failed: int
 
 
-@dataclass(frozen=True)
-class Books:
-    """Both engines'."""
-
-    at_p: Book
-    at_d: Book
-
-
-async def read_books(play: Play) -> Books:
-    """Leases that have ended, requests that ended with an error, transfers that failed."""
+async def read_books(play: Play) -> tuple[Book, Book]:
     # A step's counts are in /metrics some time after its answer.
     await asyncio.sleep(1.0)
 
     async def book(one: Engine) -> Book:
-        counts = {name: await count(play.client, one, name) for name in (EXPIRED, FAILED_TRANSFERS)}
-        counts[ENDED] = await count(play.client, one, ENDED, finished_reason="error")
-        return Book(one.group, counts)
+        return Book(one.group, await count(play.client, one, ENDED, finished_reason="error"))
 
-    return Books(await book(play.prefill), await book(play.decode))
+    return await book(play.prefill), await book(play.decode)
 
 
-def since(before: Book, now: Book, name: str) -> int | None:
+def since(before: Book, now: Book) -> int | None:
     """Returns what an engine has counted since; None if another one has taken its place."""
-    return now.counts[name] - before.counts[name] if now.group == before.group else None
+    return now.failed - before.failed if now.group == before.group else None
 
 
 async def revive(play: Play) -> list[str]:
@@ -290,7 +263,6 @@ async def drill(asking: Asking, options: Options, console: Console) -> list[Row]
 
 
 def table(rows: Sequence[Row]) -> Published:
-    """Makes a row for each fault and pair."""
     shown = []
     for row in rows:
         again = row.again_right + row.again_wrong + row.again_failed
@@ -333,7 +305,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    """Plays what is asked for."""
     options = options_of(
         __doc__,
         pairs=(None, "by commas: " + ", ".join(pair.name for pair in PAIRS)),

@@ -52,7 +52,6 @@ class Published(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def drawn(self) -> Table:
-        """Returns it for a console."""
         return table_of("", self.columns, self.rows)
 
 
@@ -133,7 +132,6 @@ def table_of(
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Times one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -10,16 +10,15 @@ import argparse
 import sys
 
 from experiments.engines.checkout import importable_in_engines
-from experiments.engines.pairs import ROWS, TILED_ROWS, choose
+from experiments.engines.pairs import OPTIONS, ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.report import all_passed, show_pairs
-from experiments.harness import console_of, options_of, work_folder
+from experiments.harness import options_of
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import Options, require_release
+from kvpatch.tools.verify.setups import require_release
 
 
 def _play(asked: argparse.Namespace) -> bool:
-    console = console_of(160)
     rows = choose(asked.rows, ROWS if asked.rows is None else (*ROWS, *TILED_ROWS))
     if asked.list:
         print(*(row.name for row in rows), sep="\n")
@@ -27,20 +26,13 @@ def _play(asked: argparse.Namespace) -> bool:
     if asked.write:
         require_all([row.name for row in rows if not asked.no_stock])
     require_release(asked.release)
-    options = Options(
-        work_dir=work_folder(asked.work_dir, "heterogeneous", console),
-        max_tokens=asked.max_tokens,
-        startup_timeout=asked.startup_timeout,
-    )
-    stock = not asked.no_stock
-    results = show_pairs(rows, options, console, "heterogeneous", with_stock=stock)
+    results = show_pairs(rows, asked, "heterogeneous", with_stock=not asked.no_stock)
     if asked.write:
         record(results)
     return all_passed(results)
 
 
 def main() -> None:
-    """Plays what is asked for."""
     importable_in_engines()
     asked = options_of(
         __doc__,
@@ -48,10 +40,7 @@ def main() -> None:
         rows=(None, "which rows, by commas; all by default"),
         no_stock=(False, "serve no row without kvpatch"),
         list=(False, "only name the rows"),
-        release=(None, "vLLM release that must be installed"),
-        max_tokens=(24, "tokens of each answer"),
-        work_dir=(None, "for logs, models and results; kept"),
-        startup_timeout=(900.0, "seconds that an engine may take to start"),
+        **OPTIONS,
         write=(False, f"write {DATA.name} of the documentation anew"),
     )
     with exit_statuses():

@@ -17,20 +17,18 @@ Exit status: 0 every pair identical and every spoiled cache noticed, 1 not, 2 co
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
-from experiments.engines.pairs import Row, choose
-from experiments.harness import console_of, options_of, work_folder
+from experiments.engines.pairs import OPTIONS, choose
+from experiments.harness import options_of
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import Options, require_release
+from kvpatch.tools.verify.setups import require_release
 
 _STAND_INS_RELEASE = "0.32.0"
 
@@ -80,22 +78,7 @@ def bring_stand_ins() -> None:
     importable_in_engines(ROOT / "tests/serving/elastic")
 
 
-def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
-    """Plays the pairs; true if all were identical and every spoiled cache noticed."""
-    from experiments.engines.report import all_passed, show_pairs
-
-    console = console_of(160)
-    options = Options(
-        work_dir=work_folder(asked.work_dir, "kvcached", console),
-        max_tokens=asked.max_tokens,
-        startup_timeout=asked.startup_timeout,
-    )
-    results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
-    return all_passed(results)
-
-
 def main() -> int:
-    """Returns 0 if all is as it must be."""
     asked = options_of(
         __doc__,
         judged=False,
@@ -103,10 +86,7 @@ def main() -> int:
         list=(False, "only name the pairs"),
         on_cpu=(False, "without a GPU: kvcached's view code, what needs CUDA stood in for"),
         stock=(False, "also serve each pair without kvpatch on D"),
-        release=(None, "vLLM release that must be installed"),
-        max_tokens=(24, "tokens of each answer"),
-        work_dir=(None, "for logs, the model, layout dumps and results; kept"),
-        startup_timeout=(900.0, "seconds an engine may take to start"),
+        **OPTIONS,
     )
     with exit_statuses():
         rows = choose(asked.rows, CPU_ROWS if asked.on_cpu else ROWS)
@@ -119,7 +99,9 @@ def main() -> int:
             require_here()
             importable_in_engines()
         require_release(asked.release)
-        return 0 if run(asked, rows) else 1
+        from experiments.engines.report import all_passed, show_pairs  # which a list does without
+
+        return 0 if all_passed(show_pairs(rows, asked, "kvcached", with_stock=asked.stock)) else 1
 
 
 if __name__ == "__main__":

@@ -124,11 +124,9 @@ class Run:
 
     @property
     def engines(self) -> str:
-        """For tables."""
         return "kvpatch on D" if self.has_kvpatch else "stock"
 
     def spec(self, side: str, release: str) -> EngineSpec:
-        """P or D of a release."""
         on = self.has_kvpatch and side == "D"
         name = f"{self.order[0]}-{self.way}-{'kvpatch' if self.has_kvpatch else 'stock'}"
         extra = {"kv_lease_duration": _LEASE_S}
@@ -245,7 +243,6 @@ class Fleet:
 
 
 def phases(fleet: Fleet) -> list[Phase]:
-    """The rows of a run."""
     run, books = fleet.run, fleet.books
     rows = [
         Phase(
@@ -299,7 +296,6 @@ async def upgrades(
 
 
 def table(rows: Sequence[Phase]) -> Table:
-    """Phase after phase."""
     shown = table_of("requests by the engines there when they ended; wrong: with HTTP 200", (
         "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
         "failed at D", "broken at P", "broken at D", "no answer", "reads",
@@ -343,7 +339,6 @@ def goals(rows: Sequence[Phase]) -> list[Goal]:
 
 
 def main() -> None:
-    """Plays what is asked for."""
     options = options_of(
         __doc__,
         old=("0.31.0", "release that is replaced"),

@@ -348,7 +348,6 @@ async def verdict(run: Soak) -> bool:
 
 
 def main() -> None:
-    """Plays the soak; exit status 0 if all went well."""
     options = options_of(
         __doc__,
         judged=False,

@@ -290,7 +290,6 @@ def check_environment(release: str) -> None:
 
 
 def counts_of(pairs: Sequence[Pair]) -> Table:
-    """A row per file."""
     columns = ("file", "passed", "failed", "skipped", "differ", "kvpatch")
     return table_of("vLLM's own tests: without kvpatch / with kvpatch", columns, (
         (Path(pair.file).name,

@@ -22,14 +22,12 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The file to write, and the negative control."""
     group = parser.getgroup("kvpatch")
     group.addoption(_OPTION, required=True, type=Path, help="JSON file for the results")
     group.addoption(_BREAK, action="store_true", help="break kvpatch's own code")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts recording."""
     if config.getoption(_BREAK):
         _break_kvpatch()
     config.pluginmanager.register(_Recorder(config.getoption(_OPTION)), "kvpatch-recorder")

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 
     from kvpatch.tools.verify.engine import Engine
 
-EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
-"""P's own count of requests whose lease has ended."""
-
-FAILED_TRANSFERS = "vllm:nixl_num_failed_transfers_total"
-"""D's own count of handshakes, reads and notifications that failed."""
-
 ENDED = "vllm:request_success_total"
 """How requests have ended, by ``finished_reason``."""
 
@@ -57,7 +51,6 @@ async def kill(engine: Engine) -> None:
 
 
 def is_alive(engine: Engine) -> bool:
-    """True if its process still runs."""
     try:
         engine.require_alive()
     except EngineFailed:

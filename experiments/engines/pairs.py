@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.engines.releases import python_of
 from experiments.harness import chosen
@@ -227,6 +227,15 @@ def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.name in names)
 
 
+OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "release": (None, "vLLM release that must be installed"),
+    "max_tokens": (24, "tokens of each answer"),
+    "work_dir": (None, "for logs, models and results; kept"),
+    "startup_timeout": (900.0, "seconds that an engine may take to start"),
+}
+"""Of a command that runs pairs."""
+
+
 def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
     """The rows that are held against one and the same single engine."""
     grouped: dict[Single, list[Row]] = {}
@@ -236,7 +245,6 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 
 
 def single_setup(single: Single, model: str) -> Setup:
-    """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
     side = single.like or Side(64 if single.has_state else 32)
     name += "" if single.like is None else f"-{single.dtype}-{str(side).replace(' ', '-')}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult, run_pairs
+from experiments.harness import console_of, work_folder
 from kvpatch.tools.verify.compare import (
     NULL_BLOCK,
     CaseVerdict,
@@ -17,17 +19,15 @@ from kvpatch.tools.verify.compare import (
 )
 from kvpatch.tools.verify.prompts import Case
 from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.setups import Options
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from experiments.engines.pairs import Row
-    from kvpatch.tools.verify.setups import Options
 
 
 def pairs_table(results: Sequence[RowResult]) -> Table:
-    """A row per pair."""
     from rich.table import Table
 
     drawn = Table(
@@ -149,7 +149,6 @@ def problems(results: Sequence[RowResult]) -> list[str]:
 
 
 def pairs_summary(results: Sequence[RowResult]) -> str:
-    """One line to conclude."""
     passed = sum(result.passed for result in results)
     spoiled = sum(len(result.comparison.control.get("kvpatch", {})) for result in results)
     return (
@@ -159,7 +158,6 @@ def pairs_summary(results: Sequence[RowResult]) -> str:
 
 
 def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
-    """One record per row and case."""
     return [
         {"row": result.row.name, "passed": result.passed, **record}
         for result in results
@@ -168,16 +166,23 @@ def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
 
 
 def show_pairs(
-    rows: Sequence[Row], options: Options, console: Console, name: str, *, with_stock: bool
+    rows: Sequence[Row], asked: argparse.Namespace, name: str, *, with_stock: bool
 ) -> list[RowResult]:
     """Runs the rows, and shows what came of them.
 
     Args:
+        asked: by pairs.OPTIONS.
         name: of the file of results in the options' folder, which is written after each row.
 
     Raises:
         Interrupted: by a signal; every engine has been stopped.
     """
+    console = console_of(160)
+    options = Options(
+        work_dir=work_folder(asked.work_dir, name, console),
+        max_tokens=asked.max_tokens,
+        startup_timeout=asked.startup_timeout,
+    )
     results = options.work_dir / f"{name}.jsonl"
     finished: list[RowResult] = []
 

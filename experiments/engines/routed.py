@@ -51,11 +51,7 @@ class Prompt:
 
 
 async def reference(
-    client: httpx.AsyncClient,
-    single: Engine,
-    tokens: tuple[int, ...],
-    answer_tokens: int,
-    margin: float = _MARGIN,
+    client: httpx.AsyncClient, single: Engine, tokens: tuple[int, ...], answer_tokens: int
 ) -> Prompt | None:
     """The single engine's answer; None where it is a close thing."""
     response = await client.post(
@@ -74,7 +70,7 @@ async def reference(
     response.raise_for_status()
     choice = response.json()["choices"][0]
     margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
-    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > margin else None
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > _MARGIN else None
 
 
 def connections() -> httpx.AsyncClient:
@@ -126,7 +122,6 @@ class Play:
         return self.prefill.spec.model
 
     async def at_p(self, prompt: Prompt, name: str) -> dict[str, Any] | Outcome:
-        """P's answer for D."""
         request = Request(self.model, prompt.token_ids, name)
         try:
             return await prefill(self.client, self.prefill.url, request)

@@ -29,15 +29,12 @@ class Told:
     outcomes: Counter[str] = field(default_factory=Counter)
     said: Counter[str] = field(default_factory=Counter)
     failed: list[Prompt] = field(default_factory=list)
-    failed_after: int = 0
 
-    def __call__(self, outcome: Outcome, is_after: bool) -> None:
-        """Counts one; ``is_after``: its request was sent when the fault was over."""
+    def __call__(self, outcome: Outcome) -> None:
         self.advance()
         self.outcomes[outcome.kind] += 1
         if outcome.kind not in ("right", "wrong"):
             self.failed.append(outcome.prompt)
-            self.failed_after += is_after
             self.said[f"{outcome.kind}: {outcome.said}"] += 1
 
 
@@ -51,7 +48,7 @@ async def stale(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
             await play.others()
             await asyncio.sleep(max(0.0, answered + HELD_S - time.monotonic()))
         for outcome in await settled(asked):
-            told(outcome, False)
+            told(outcome)
 
 
 async def link(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
@@ -66,7 +63,7 @@ async def link(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
         outcomes = await settled(asked)
         await others
         for outcome in outcomes:
-            told(outcome, False)
+            told(outcome)
 
 
 async def replaced(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
@@ -79,10 +76,10 @@ async def replaced(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
             await play.restart(play.prefill)
             await play.others()
         for outcome in await settled(asked):
-            told(outcome, False)
+            told(outcome)
         for batch in batches(after):
             for outcome in await asyncio.gather(*map(play.served, batch)):
-                told(outcome, True)
+                told(outcome)
 
 
 async def killed(play: Play, prompts: Sequence[Prompt], told: Told, victim: Engine) -> None:
@@ -114,8 +111,7 @@ async def kill_among(play: Play, prompts: Sequence[Prompt], told: Told, victim: 
             else:
                 await is_up.wait()
             if queue:
-                prompt, after = queue.pop(), bool(restarted and restarted[0].done())
-                told(await play.served(prompt), after)
+                told(await play.served(queue.pop()))
 
     await asyncio.gather(*(connection() for _ in range(TOGETHER)))
     await asyncio.gather(*restarted)

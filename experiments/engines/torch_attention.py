@@ -51,17 +51,14 @@ class TorchAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type[TorchAttention]:
-        """Computes."""
         return TorchAttention
 
     @staticmethod
     def get_builder_cls() -> type[TorchMetadataBuilder]:
-        """Prepares a step."""
         return TorchMetadataBuilder
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Yes."""
         return True
 
     @classmethod
@@ -91,7 +88,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchMetadata:
-        """One step's metadata."""
         step = common_attn_metadata
         return TorchMetadata(
             tuple(step.query_start_loc[: step.num_reqs + 1].tolist()),
@@ -153,7 +149,6 @@ class TorchAttention(AttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend, request by request."""
         if attn_metadata is None:  # a dry run
             return output
         starts = attn_metadata.query_starts

@@ -116,7 +116,6 @@ def _most_kib(pid: int) -> int:
 
 
 def known() -> dict[str, Row]:
-    """What docs/data has, by release."""
     rows = json.loads(DATA.read_text())["rows"] if DATA.exists() else []
     return {release: Row(*row) for named, *row in rows for release in _releases_of(named)}
 

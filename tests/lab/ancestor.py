@@ -17,14 +17,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.forking import die_with_parent, import_all, is_shared
-
-from .forks import run_as_fork, write_to
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _RELEASES_OWN = frozenset({"kvcached", "vllm"})
@@ -46,13 +45,11 @@ class Process:
         self._handle = os.pidfd_open(pid)
 
     def end(self) -> None:
-        """Kills it, and waits until it is no more."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         self.wait()
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         select.select([self._handle], [], [], _ANSWER_SECONDS)
         os.close(self._handle)
 
@@ -172,6 +169,29 @@ def _write_down(names: Path) -> None:
 
 def _is_shared(name: str) -> bool:
     return is_shared(name, _NOT_SHARED)
+
+
+def write_to(log: str) -> None:
+    """Has all that this process prints written to a file."""
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+
+
+def run_as_fork(serve: Callable[[], None]) -> NoReturn:
+    """Does what the fork is there for: it must never return into its parent's stack."""
+    status = 1
+    try:
+        serve()
+        status = 0
+    except EOFError:  # whom it serves has gone
+        status = 0
+    except BaseException:  # noqa: BLE001 - it ends here, whatever it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

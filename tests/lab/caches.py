@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import kvcached_planned
 from .case import EngineSpec
 from .compare import UNSIGNED, Array
 from .kinds import (
@@ -28,7 +27,7 @@ from .kinds import (
     shuffled_planes,
     slot_planes,
 )
-from .kvcached_standin import Reservation, allocate
+from .kvcached_standin import Reservation, allocate, allocate_planned
 from .layer_kinds import KINDS
 from .odd_strides import ODD, odd_strides
 
@@ -77,7 +76,6 @@ class Caches:
     layers: tuple[LayerCache, ...]
     #: Whole allocations as bytes.
     allocated: tuple[Array, ...]
-    dims: tuple[str, ...]
     #: Allocations of which only some pages are there.
     reservations: tuple[Reservation, ...] = ()
     #: Layers in the order of their registration; empty for that of their numbers.
@@ -242,7 +240,7 @@ def build(
         planes = _planes(tensor, dims, spec, layer)
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
-    return Caches(tuple(layers), memory, dims)
+    return Caches(tuple(layers), memory)
 
 
 def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:
@@ -256,7 +254,7 @@ def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:
         tensor = torch.zeros([sizes[dim] for dim in dims], dtype=dtype)
         memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
         layers.append(LayerCache(layer_name(layer), tensor, _planes(tensor, dims, spec, layer)))
-    return Caches(tuple(layers), tuple(memory), dims)
+    return Caches(tuple(layers), tuple(memory))
 
 
 def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: int) -> LayerCache:
@@ -387,12 +385,12 @@ def _by_kvcached(
         else LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec, number))
         for number, tensor in enumerate(tensors)
     )
-    return Caches(layers, (), dims, tuple(found.reservations))
+    return Caches(layers, (), tuple(found.reservations))
 
 
 def _planned_by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any) -> Caches:
     """As kvcached has the release lay out its plan, from 0.29 on."""
-    found = kvcached_planned.allocate(
+    found = allocate_planned(
         plan,
         layout,
         _kernel_block_tokens(spec, plan),
@@ -400,14 +398,11 @@ def _planned_by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str, p
         virtual_blocks=spec.blocks,
     )
     tensors = dict(found.tensors)
-    odd = os.environ.get(ODD_LAYER, "")
-    if odd:
+    if os.environ.get(ODD_LAYER):
         last = tensors[layer_name(spec.layers - 1)]
-        size = list(last.shape)
-        size[1] //= 2 if odd == "pool" else 1
-        tensors[layer_name(spec.layers - 1)] = torch.zeros(size, dtype=last.dtype)
+        tensors[layer_name(spec.layers - 1)] = torch.zeros(last.shape, dtype=last.dtype)
     layers = _named_layers(spec, dims, tensors)
-    return Caches(layers, (), dims, found.reservations, tuple(tensors))
+    return Caches(layers, (), found.reservations, tuple(tensors))
 
 
 def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any) -> Caches:
@@ -424,7 +419,7 @@ def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any)
     if spec.packs_pages:  # a block's row is its group's, whose layers may leave some of it over
         rows = memory.numpy().reshape(plan.num_blocks, -1)
         layers = tuple(replace(layer, pages=rows) for layer in layers)
-    return Caches(layers, (memory.numpy(),), dims, registered=tuple(tensors))
+    return Caches(layers, (memory.numpy(),), registered=tuple(tensors))
 
 
 def _pages(tensor: torch.Tensor) -> Array:

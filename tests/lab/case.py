@@ -188,7 +188,6 @@ class EngineSpec:
 
     @property
     def blocks(self) -> int:
-        """Blocks in each tensor."""
         return self.planned_blocks if self.tensor_blocks is None else self.tensor_blocks
 
     @property
@@ -198,7 +197,6 @@ class EngineSpec:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several cache groups."""
         return self.has_state or self.has_own_tables or any(self.window_tokens)
 
     @property
@@ -207,17 +205,14 @@ class EngineSpec:
         return STATES[self.state_kind]
 
     def states_of(self, layer: int) -> States:
-        """What a layer with recurrent state has."""
         return OF_KINDS.get(self.kind_of(layer), self.states)
 
     def is_state(self, layer: int) -> bool:
-        """Whether a layer has recurrent state."""
         is_other = self.has_state and layer % 2 == (0 if self.state_first else 1)
         return is_other or self.kind_of(layer) in OF_KINDS
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layer has recurrent state."""
         return self.has_state or not OF_KINDS.keys().isdisjoint(self.kinds)
 
     @property
@@ -226,7 +221,6 @@ class EngineSpec:
         return self.is_hybrid or self.own_scheduler
 
     def is_indexer(self, layer: int) -> bool:
-        """Whether a layer is an indexer's cache."""
         return self.has_indexer and layer % 2 == 1
 
     def kind_of(self, layer: int) -> str:
@@ -267,7 +261,6 @@ class EngineSpec:
         return max(1, heads // self.tp_size), channels
 
     def block_tokens_of(self, layer: int) -> int:
-        """Tokens of a block of a layer's."""
         if self.is_state(layer):
             return self.state_tokens if self.state_mode == "none" else self.block_tokens
         if self.kind_of(layer) == "ring" and self.ring_tokens:
@@ -345,8 +338,8 @@ class Case:
             decode=replace(self.decode, patched=False, patches=()),
         )
 
-    def patched(self, *slugs: str, prefill: bool = True, decode: bool = True) -> Case:
-        """The same case with kvpatch on, on the sides that are named."""
+    def patched(self, *slugs: str, prefill: bool = True) -> Case:
+        """The same case with kvpatch on, on both sides or on D alone."""
 
         def switched_on(engine: EngineSpec) -> EngineSpec:
             return replace(engine, patched=True, patches=slugs)
@@ -354,7 +347,7 @@ class Case:
         return replace(
             self,
             prefill=switched_on(self.prefill) if prefill else self.prefill,
-            decode=switched_on(self.decode) if decode else self.decode,
+            decode=switched_on(self.decode),
         )
 
 
@@ -382,9 +375,6 @@ class Report:
     moved_tokens: int = 0
     #: Bytes written outside the requests' own blocks.
     stray_bytes: int = 0
-    #: Pairs of P's blocks, one behind the other in a request, that lie so in P's cache too: as each
-    #: run's shuffled pool has it, thus no part of what two runs are compared by.
-    touching: int = field(default=0, compare=False)
     #: NIXL descriptors in the READs that D posted, but for those of its own memory.
     descriptors: int = 0
     #: Memory regions that D's worker registered, but for the one that reads are measured in.

@@ -62,7 +62,6 @@ class _FrontEnd:
         self._logging = metrics.KVConnectorLogging(config.kv_transfer_config)
 
     def take(self, payload: Any) -> None:
-        """One step's."""
         self._logging.observe(payload)
         self._prometheus.observe(payload, 0)
 

@@ -25,8 +25,8 @@ from tests.forking import die_with_parent
 from tests.releases import kvcached
 
 from . import disguise
+from .ancestor import run_as_fork, write_to
 from .engine_api import Failure, Fork
-from .forks import run_as_fork, write_to
 from .namespaces import enter_as_told
 
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.

@@ -88,7 +88,6 @@ class CoreScheduler:
         pool.free_blocks(blocks)
 
     def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
-        """Takes a prompt that D will read."""
         return self._add(number, request_id, prompt_tokens, dict(TO_BE_READ))
 
     def seed(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
@@ -155,11 +154,9 @@ class CoreScheduler:
         self._core.kv_cache_manager.reset_prefix_cache()
 
     def status(self, request_id: str) -> str:
-        """What has become of a request, by the name of vLLM's status."""
         return str(self._tracked[request_id].request.status.name)
 
     def free_blocks(self) -> int:
-        """How many blocks the scheduler may hand out."""
         return int(self._core.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _update(self, computation: Computation) -> None:
@@ -227,7 +224,6 @@ class CoreScheduler:
         return self._answers[tracked.request.request_id]  # type: ignore[no-any-return]
 
     def answers(self) -> dict[str, dict[str, Any] | None]:
-        """P's answers so far, by request."""
         return dict(self._answers)
 
     def preempt(self, request_id: str) -> None:
@@ -237,7 +233,6 @@ class CoreScheduler:
         self._core._preempt_request(request, time.monotonic())
 
     def abort(self, request_id: str) -> None:
-        """Ends a request whose client is gone."""
         from vllm.v1.request import RequestStatus
 
         self._core.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -274,7 +269,6 @@ class CoreScheduler:
             tracked.first_tokens = tuple(skipped)
 
     def step(self) -> Any:
-        """The metadata of one engine step."""
         if self._metadata:
             return self._metadata.pop(0)
         return self._core.schedule().kv_connector_metadata

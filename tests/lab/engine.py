@@ -32,7 +32,6 @@ from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .standstill import is_idle, standstill
 from .states import StateSabotage
-from .xla import DeviceTensors
 
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
@@ -134,7 +133,7 @@ class Engine:
         self.noise = np.random.default_rng(start.seed)
         self._fill()
         #: Each rank's caches on a device that has memory of its own.
-        self.on_device: list[DeviceTensors | far_memory.TensorsElsewhere] = []
+        self.on_device: list[far_memory.DeviceTensors | far_memory.TensorsElsewhere] = []
 
         self._stand_in(backend)
         connector = release.connector_class(spec)
@@ -196,7 +195,7 @@ class Engine:
         """A rank's tensors as its device shows them."""
         tensors = self.caches[rank].tensors()
         if self.spec.device == XLA:
-            self.on_device.append(DeviceTensors(tensors))
+            self.on_device.append(far_memory.DeviceTensors(tensors))
             return self.on_device[rank].tensors
         if far_memory.asked() and not self.spec.device:
             self.on_device.append(far_memory.TensorsElsewhere(tensors))
@@ -606,7 +605,6 @@ class Engine:
                 plane[own] = 0
 
     def logged(self) -> list[str]:
-        """What was logged as an error so far."""
         return list(self.log.errors)
 
     def counts(self) -> tuple[int, int, int]:

@@ -102,12 +102,10 @@ class Timed:
     """One read, from the step that posts it to the step that reports it.
 
     Attributes:
-        cpu_seconds: of the thread that runs the steps.
         descriptors: in the transfers that it took.
     """
 
     seconds: float
-    cpu_seconds: float
     descriptors: int
 
 

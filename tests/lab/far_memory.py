@@ -1,4 +1,4 @@
-"""Caches in memory that the lab does not look into: a GPU's, where there is one.
+"""Caches in memory that the lab does not look into: a GPU's, where there is one, or torch_xla's.
 
 The lab's caches stay what they are in host memory, where contents are written and looked at. The
 device holds a copy of each of their allocations, and the connector is handed tensors that lie in
@@ -17,6 +17,7 @@ MEMORY = "LAB_MEMORY"
 GPU = "cuda"
 #: Other host memory, which shows without a GPU that all that must be copied is.
 COPY = "copy"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def asked() -> str:
@@ -56,13 +57,11 @@ class TensorsElsewhere:
         return found.set_(memory.untyped_storage(), *place)
 
     def push(self) -> None:
-        """Puts onto the device what host memory holds."""
         for host, there in self._pairs.values():
             there.copy_(host)
         self._wait()
 
     def pull(self) -> None:
-        """Puts into host memory what the device holds."""
         self._wait()
         for host, there in self._pairs.values():
             host.copy_(there)
@@ -71,6 +70,36 @@ class TensorsElsewhere:
     def _wait() -> None:
         if asked() == GPU:
             torch.cuda.synchronize()
+
+
+class DeviceTensors:
+    """The layers' tensors on torch_xla's CPU: XLA as a TPU has it, whose tensors have no storage.
+
+    Layers that share one go on doing so. Whole tensors go from one to the other, as integers: XLA
+    calls all NaNs one.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        import torch_xla  # type: ignore[import-not-found]
+
+        distinct = {id(tensor): tensor for tensor in tensors.values()}
+        device = torch_xla.device()
+        made = {key: tensor.to(device) for key, tensor in distinct.items()}
+        self._pairs = [(tensor, made[key]) for key, tensor in distinct.items()]
+        self.tensors = {name: made[id(tensor)] for name, tensor in tensors.items()}
+        self._sync = torch_xla.sync
+        self.push()
+
+    def push(self) -> None:
+        for host, there in self._pairs:
+            kind = _INTEGERS[host.element_size()]
+            there.view(kind).copy_(host.contiguous().view(kind).to(there.device))
+        self._sync()
+
+    def pull(self) -> None:
+        for host, there in self._pairs:
+            host.copy_(there.cpu())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pickle
 import random
@@ -15,10 +14,9 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
@@ -74,18 +72,18 @@ class Engine:
         except OSError as error:
             raise Crashed(f"before {method}: {error!r}\n{self.tail()}") from error
 
-    def receive(self, method: str, seconds: float = _CALL_SECONDS) -> Any:
-        if not self._connection.poll(seconds):
+    def receive(self, method: str) -> Any:
+        if not self._connection.poll(_CALL_SECONDS):
             self._dump_stacks()
-            raise Crashed(f"{method}: no answer within {seconds:g} s\n{self.tail()}")
+            raise Crashed(f"{method}: no answer within {_CALL_SECONDS:g} s\n{self.tail()}")
         try:
             return self._connection.recv()
         except (EOFError, OSError) as error:
             raise Crashed(f"{method}: the process died\n{self.tail()}") from error
 
-    def call(self, method: str, *arguments: Any, seconds: float = _CALL_SECONDS) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         self.send(method, *arguments)
-        return self.receive(method, seconds)
+        return self.receive(method)
 
     def _dump_stacks(self) -> None:
         """Has a hung process write where each of its threads is, for :meth:`tail`."""
@@ -153,12 +151,7 @@ class Lab:
             raise Crashed(f"vLLM {self.release} cannot be imported\n{tail}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -299,7 +292,6 @@ class Lab:
             total_elements=total,
             moved_tokens=moved,
             stray_bytes=stray,
-            touching=sum(map(_touching, answers)),
             descriptors=counts[0],
             registrations=counts[1],
             prepared=counts[2],
@@ -337,13 +329,6 @@ class Lab:
         theirs.close()
         pid = int(self._control.recv(64))
         return Engine(Connection(ours.detach()), pid, log, kind)
-
-
-def _touching(answer: str) -> int:
-    """How many of P's blocks of a request lie right behind the one before, of all its groups."""
-    ids = json.loads(answer)["remote_block_ids"] or []
-    groups = ids if isinstance(ids[0] if ids else None, list) else [ids]
-    return sum(later == block + 1 for group in groups for block, later in pairwise(group))
 
 
 def _without_answer(phase: str, failure: Failure) -> Report:

@@ -137,12 +137,7 @@ def shuffled_planes(keys: Array, values: Array, heads: int, channels: int) -> tu
     tokens = keys.shape[1] // (heads * channels)
     if tokens != x or channels % x:
         raise ValueError(f"tiles of {tokens} tokens and {channels} channels, of {x} items")
-    tile = tokens * channels
-    found = [
-        _view(keys, part * tokens * x, (x, tile, 1), heads, x, tokens)
-        for part in range(channels // x)
-    ]
-    return (*found, _view(values, 0, (1, tile, x), heads, channels, tokens))
+    return tile_planes(keys, values, heads, channels)
 
 
 def tile_planes(keys: Array, values: Array, heads: int, channels: int) -> tuple[Array, ...]:

@@ -47,7 +47,6 @@ def spec(family: Family, allocation: Allocation) -> EngineSpec:
 
 
 def case(family: Family, layout: str, side: str, *, by_kvpatch: bool) -> Case:
-    """One cell."""
     allocation = LAYOUTS[layout]
     theirs = replace(spec(family, allocation))
     plain = EngineSpec(family, "NHD", planned_blocks=32, layers=3)
@@ -63,7 +62,6 @@ def case(family: Family, layout: str, side: str, *, by_kvpatch: bool) -> Case:
 
 
 def cells() -> Iterator[tuple[Family, str, str]]:
-    """Every cell of a release."""
     for layout in LAYOUTS:
         for family in FAMILIES:
             for side in SIDES:
@@ -111,23 +109,19 @@ def read_cells() -> Cells:
 
 
 def known_runs() -> dict[str, Played]:
-    """When each release was played."""
     return {release: Played(row["date"], row["commit"]) for release, row in _rows().items()}
 
 
 def _rows() -> dict[str, Any]:
-    """By release, the oldest first."""
     known = json.loads(_CELLS.read_text())["releases"]
     return {name: known[name] for name in RELEASES if name in known}
 
 
 def known_page() -> str:
-    """The page with the tables of what is known."""
     return with_tables(PAGE.read_text(), read_cells())
 
 
 def with_tables(document: str, known: Cells) -> str:
-    """The page with these tables."""
     start, end = document.index(_MARKS[0]) + len(_MARKS[0]), document.index(_MARKS[1])
     return tables.filled(document[:start] + table(known) + document[end:])
 

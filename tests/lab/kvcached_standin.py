@@ -10,8 +10,8 @@ own allocation or, where there is none, with one that all unmapped pages share, 
 page of zeros is.
 
 What the layouts are, their strides, and how many blocks a reservation holds is all
-decided by kvcached's own ``alloc_kv_cache``, which is its way <= 0.28; for later releases
-see :mod:`kvcached_planned`.
+decided by kvcached's own ``alloc_kv_cache``, which is its way <= 0.28, or by its
+``model_runner_v2`` over a plan of the release's (:func:`allocate_planned`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import mmap
 import os
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from .compare import Array
 
 #: Small, so that a cache of some blocks has many; kvcached's have 2 MiB and more.
 PAGE_BYTES = 16 * 1024
+#: Of kvcached's real pages, whose sizes the lab's go up to.
+_MOST_PAGE_BYTES = 2 * 1024**2
+_MODULE = "kvcached.integration.vllm.model_runner_v2"
 #: The setting with a network card that kvpatch is told of, as if this memory were a GPU's.
 CARD = "LAB_NETWORK_CARD"
 
@@ -79,7 +83,6 @@ class Reservation:
         self.address = -(-found // aligned) * aligned
 
     def map(self, page: int) -> None:
-        """Puts memory behind a page."""
         start = self.address + page * self.page_bytes
         _check(_C.mprotect(start, self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         self.mapped.add(page)
@@ -171,11 +174,6 @@ class _Compiled:
 
 
 _COMPILED = _Compiled()
-
-
-def compiled() -> _Compiled:
-    """The stand-in of this process."""
-    return _COMPILED
 
 
 def use_pages(size_bytes: int) -> None:
@@ -306,3 +304,69 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+# -- from vLLM 0.29 on: raw memory that the release's own code views ---------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What kvcached handed out: every layer's tensor, and the memory behind them."""
+
+    tensors: Mapping[str, torch.Tensor]
+    reservations: tuple[Reservation, ...]
+
+
+def allocate_planned(
+    plan: Any,
+    layout: str,
+    kernel_block_tokens: Sequence[int],
+    *,
+    contiguous: bool,
+    virtual_blocks: int,
+    page_bytes: int = PAGE_BYTES,
+) -> Planned:
+    """Has kvcached allocate a plan, as from vLLM 0.29 on; nothing of it can be accessed yet.
+
+    kvcached's real ``model_runner_v2`` reserves a pool (or one for each layer of a group) and has
+    the release's real ``create_kv_cache_views`` lay out the plan that the release's real planner
+    made. 0.1.6 starts on 0.29 and 0.30 alone; on later releases this is its code for 0.30 over
+    their views, which no kvcached runs.
+
+    Args:
+        plan: the release's own ``KVCacheConfig``.
+        layout: the release's name of it.
+        kernel_block_tokens: of each cache group.
+        virtual_blocks: about how many blocks the device's memory stands for.
+        page_bytes: of a page at least.
+
+    Raises:
+        KVCachedConfigError: kvcached does not serve it.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    interfaces()._kvcached_initialized = True
+    theirs = importlib.import_module(_MODULE)
+    theirs.CONTIGUOUS_LAYOUT = _COMPILED.contiguous = contiguous
+    theirs.PAGE_SIZE, geometry = _page_and_geometry(theirs, plan, page_bytes)
+    use_pages(theirs.PAGE_SIZE)
+    pages = -(-virtual_blocks * geometry.page_bytes // theirs.PAGE_SIZE)
+    memory_bytes = pages * theirs.PAGE_SIZE * geometry.num_pools
+    device = types.SimpleNamespace(total_memory=memory_bytes)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: device):
+        tensors = theirs.allocate_kv_cache(
+            plan, "cuda:0", KVCacheLayout[layout], list(kernel_block_tokens)
+        )
+    return Planned(tensors, tuple(_COMPILED.reservations))
+
+
+def _page_and_geometry(theirs: Any, plan: Any, page_bytes: int) -> tuple[int, Any]:
+    """The smallest page from that size on that kvcached can manage this plan's blocks in."""
+    while True:
+        theirs.PAGE_SIZE = page_bytes
+        try:
+            return page_bytes, theirs.cache_geometry(plan)
+        except theirs.KVCachedConfigError:
+            page_bytes *= 2
+            if page_bytes > _MOST_PAGE_BYTES:
+                raise

@@ -60,7 +60,6 @@ class LayerKind:
         return range(tokens.start // self.row_tokens, tokens.stop // self.row_tokens)
 
     def rows_per_block(self, block_tokens: int) -> int:
-        """How many rows a block has."""
         return block_tokens // (self.row_tokens or 1)
 
 

@@ -144,7 +144,6 @@ class Line:
         self._is_cut = False
 
     def close(self) -> None:
-        """Takes the line and the namespaces away."""
         self._is_over = True
         self._thread.join()
         for namespace, line in self._ends:

@@ -176,7 +176,6 @@ class Player(Engine):
             self._by_name[p.name] = self.scheduler.prefill(p.number, p.name, p.tokens)
 
     def begin_own(self, prompts: Sequence[Prompt]) -> None:
-        """Takes prompts that nobody will read."""
         for p in prompts:
             self._by_name[p.name] = self._core_scheduler().seed(p.number, p.name, p.tokens)
 
@@ -253,29 +252,27 @@ class Player(Engine):
         return held
 
     def cancel(self, name: str) -> None:
-        """Ends a prompt before P has answered it."""
         self._core_scheduler().abort(name)
 
     def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.worker.state import scheduler_state
-
-        connector = release.nixl_of(self.scheduler.connector)
-        buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
-        assert buffer is not None
-        table = buffer.table
+        table = self._host_buffer().table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
+        buffer = self._host_buffer()
+        table = buffer.table
+        holders = set().union(*table._holders)
+        return {*buffer._refusals, *table._requests, *table._queue, *holders}
+
+    def _host_buffer(self) -> HostBufferScheduler:
         from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
         assert buffer is not None
-        table = buffer.table
-        holders = set().union(*table._holders)
-        return {*buffer._refusals, *table._requests, *table._queue, *holders}
+        return buffer
 
     def buffer_bytes(self) -> dict[str, int]:
         """Of the first rank's host buffer: its size, that of its tensors' memory, and blocks."""
@@ -308,7 +305,6 @@ class Player(Engine):
         return self._own_calls
 
     def own_calls(self) -> int:
-        """How often those were called so far."""
         return self._own_calls
 
     def watch_saves(self) -> None:
@@ -324,7 +320,6 @@ class Player(Engine):
         return counted
 
     def copied(self) -> int:
-        """How many those were, over all ranks."""
         return self._copied
 
     def spoil_saves(self, how: str) -> None:
@@ -396,38 +391,33 @@ class Player(Engine):
         """Schedules prompts that P has computed, and takes the step that posts the reads."""
         if not self.before:
             self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
-        tokens = 0
-        for ask in asks:
-            prompt = ask.prompt
-            tracked = self.scheduler.decode(
-                prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
-            )
-            self.tracked.append(tracked)
-            self._map(tracked)
-            self._by_name[prompt.name] = tracked
-            tokens += tracked.external_tokens
+        tokens = sum(self._schedule(ask).external_tokens for ask in asks)
         self._step()
         return tokens
 
-    def timed(self, ask: Ask, seconds: float) -> Timed:
-        """Reads one prompt from a P that is known; its pages are there before the clock runs."""
+    def _schedule(self, ask: Ask) -> Tracked:
         prompt = ask.prompt
         tracked = self.scheduler.decode(
             prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
         )
         self.tracked.append(tracked)
-        self._by_name[prompt.name] = tracked
         self._map(tracked)
-        descriptors, used, started = self.descriptors, time.thread_time(), time.perf_counter()
+        self._by_name[prompt.name] = tracked
+        return tracked
+
+    def timed(self, ask: Ask, seconds: float) -> Timed:
+        """Reads one prompt from a P that is known; its pages are there before the clock runs."""
+        name = ask.prompt.name
+        self._schedule(ask)
+        descriptors, started = self.descriptors, time.perf_counter()
         while True:
             self._step()
-            seen = self._look([prompt.name])
+            seen = self._look([name])
             passed = time.perf_counter() - started
-            if prompt.name in seen.received:
-                used = time.thread_time() - used
-                return Timed(passed, used, self.descriptors - descriptors)
+            if name in seen.received:
+                return Timed(passed, self.descriptors - descriptors)
             if seen.failed or passed > seconds:
-                raise LoadFailed(f"{prompt.name} was not read: {seen}")
+                raise LoadFailed(f"{name} was not read: {seen}")
             time.sleep(_TIMED_POLL_SECONDS)
 
     def refuse(self, ask: Ask) -> None:
@@ -522,12 +512,15 @@ class Player(Engine):
 
     def abort(self, name: str) -> None:
         """Ends a request as the scheduler does when its client is gone."""
+        self._end(name)
+        self._step()
+
+    def _end(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
 
         tracked = self._by_name[name]
         tracked.request.status = RequestStatus.FINISHED_ABORTED
         self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
-        self._step()
 
     def give_up(self, name: str) -> None:
         """Aborts a request and tells the workers, as every step of vLLM's does."""
@@ -539,18 +532,13 @@ class Player(Engine):
 
     def retry(self, ask: Ask) -> int:
         """Ends a request as `give_up` does; the same step begins another one of its name."""
-        from vllm.v1.request import RequestStatus
-
-        tracked = self._by_name[ask.prompt.name]
-        tracked.request.status = RequestStatus.FINISHED_ABORTED
-        self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
+        self._end(ask.prompt.name)
         self.over = {ask.prompt.name}
         return self.ask([ask])
 
     # -- D with the release's own scheduler -----------------------------------
 
     def free_blocks(self) -> int:
-        """How many blocks the scheduler may hand out."""
         return self._core_scheduler().free_blocks()
 
     def forget(self) -> None:
@@ -558,7 +546,6 @@ class Player(Engine):
         self._core_scheduler().forget()
 
     def status(self, name: str) -> str:
-        """What has become of a request, to the scheduler."""
         return self._core_scheduler().status(name)
 
     def offer(self, texts: Sequence[str], tokens: int) -> list[str]:
@@ -598,11 +585,9 @@ class Player(Engine):
         return self._offered[-1]
 
     def warned(self) -> list[str]:
-        """What the release and kvpatch have logged as warnings."""
         return self.log.warnings
 
     def logged(self) -> list[str]:
-        """What the release and kvpatch have logged as errors."""
         return list(self.log.errors)
 
     def hang_up(self, name: str) -> None:
@@ -813,7 +798,6 @@ class Player(Engine):
         return {engine for reader in readers if reader for engine in reader.peers}
 
     def threads(self) -> set[str]:
-        """The names of this process's threads."""
         return {thread.name for thread in threading.enumerate()}
 
     def age_peers(self) -> None:

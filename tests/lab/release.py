@@ -473,7 +473,6 @@ def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
 
 
 def block_tokens_of_groups(plan: Any) -> list[int]:
-    """Tokens of a block of each cache group."""
     return [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
 
 

@@ -37,7 +37,6 @@ def newest() -> str:
 
 
 def ends_of_generations() -> list[str]:
-    """The newest release of each generation."""
     return [releases[-1] for releases in GENERATIONS.values()]
 
 
@@ -76,11 +75,6 @@ def states_kernel_blocks(release: str) -> bool:
     return FACTS[release].states_kernel_blocks
 
 
-def cuts_flash_attention(release: str) -> bool:
-    """In 0.11.1 and 0.11.2 FlashAttention too takes blocks of 16, 32 and 64 tokens alone."""
-    return release in ("0.11.1", "0.11.2")
-
-
 def tells_blocks(release: str) -> bool:
     """Whether a handshake says all of a block; <= 0.20 D may have to be told."""
     return states_block_size(release) and states_kernel_blocks(release)
@@ -89,9 +83,8 @@ def tells_blocks(release: str) -> bool:
 def must_be_told(decode: EngineSpec, release: str) -> bool:
     """Whether D has to be told what P's handshake does not say.
 
-    From 0.11.1 on where a backend cuts blocks: FlashInfer, AITER, an indexer's; and in 0.11.1 and
-    0.11.2 some more,
-    and the CPU backend's block size is misread there.
+    From 0.11.1 on where a backend cuts blocks: FlashInfer, AITER, an indexer's. In 0.11.1 and
+    0.11.2 FlashAttention takes blocks of 16, 32 and 64 tokens alone, and a CPU's are misread.
     """
     is_on = decode.patched and (not decode.patches or "unlike_engines" in decode.patches)
     if not is_on or tells_blocks(release) or decode.is_told:
@@ -101,7 +94,7 @@ def must_be_told(decode: EngineSpec, release: str) -> bool:
     cuts = decode.family in ("flashinfer", "aiter") or decode.has_indexer
     if not states_block_size(release) or cuts:
         return True
-    return cuts_flash_attention(release) and decode.family in ("flash", "cpu")
+    return misreads_cpu_blocks(release) and decode.family in ("flash", "cpu")
 
 
 def declaring(case: Case, release: str) -> Case:
@@ -118,11 +111,6 @@ def declaring(case: Case, release: str) -> Case:
         said.append((PEER_LAYOUT, of_backend))
     decode = replace(case.decode, settings=(*case.decode.settings, *said))
     return replace(case, decode=decode)
-
-
-def meets_one_rank(release: str) -> bool:
-    """<= 0.13 a worker shakes hands with one rank of its peer, and needs as many ranks or more."""
-    return FACTS[release].meets_one_rank
 
 
 def registers_cpu_caches(release: str) -> bool:

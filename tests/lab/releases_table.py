@@ -21,13 +21,13 @@ from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 from tests.played import Played, now
 from tests.releases.fetch import fetch
 
-from .case import Case, Outcome, Report
+from .case import Case, Report
+from .table import LETTERS, write_rows
 from .unlike_releases import ANY_HASH, Labs, Pair, all_pairs, by_nearness, cases, neighbours
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "unlike_releases.md"
 DATA = _DOCS / "data" / "unlike_releases.json"
-_LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
 _WORDS = {
     "I": "ok",
     "R": "no",
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 def letter(report: Report) -> str:
     """The outcome, and whether P's listener has survived."""
-    found = _LETTERS[report.outcome]
+    found = LETTERS[report.outcome]
     return found if report.listens else found.lower()
 
 
@@ -124,22 +124,17 @@ def known() -> Mapping[Pair, Row]:
 
 
 def keep(rows: Mapping[Pair, Row]) -> None:
-    """Writes the file, a line for each pair: a change shows as one."""
     head = {
         "made_by": "python -m tests.lab.releases_table --write",
-        "letters": {letter: outcome for outcome, letter in _LETTERS.items()}
+        "letters": {letter: outcome for outcome, letter in LETTERS.items()}
         | {"r, f": "as the large letter, and P answers no handshake any more"},
         "cases": list(cases()),
     }
-    lines = [
-        f"  {json.dumps(str(pair))}: "
-        + json.dumps(
-            {**vars(rows[pair].run), "stock": rows[pair].stock, "kvpatch": rows[pair].kvpatch}
-        )
-        for pair in sorted(rows, key=_order)
-    ]
-    text = json.dumps(head, indent=1).removesuffix("\n}")
-    DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(lines) + "\n }\n}\n")
+    found = {
+        str(pair): {**vars(row.run), "stock": row.stock, "kvpatch": row.kvpatch}
+        for pair, row in sorted(rows.items(), key=lambda one: _order(one[0]))
+    }
+    write_rows(DATA, head, found)
 
 
 def _order(pair: Pair) -> tuple[int, int]:
@@ -147,12 +142,10 @@ def _order(pair: Pair) -> tuple[int, int]:
 
 
 def known_page() -> str:
-    """The page of what is known."""
     return page(known())
 
 
 def page(rows: Mapping[Pair, Row]) -> str:
-    """docs/evidence/unlike_releases.md."""
     stock = Counter("".join(row.stock for row in rows.values()))
     ours = Counter("".join(row.kvpatch for row in rows.values()))
     lines = [

@@ -137,7 +137,6 @@ class Scheduler:
         return Tracked(number, request, [block_ids], hit + external, external)
 
     def step(self) -> Any:
-        """The metadata of one engine step."""
         return self.connector.build_connector_meta(_empty_output())
 
     def _blocks(self, tokens: int) -> int:

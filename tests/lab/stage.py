@@ -75,9 +75,9 @@ class Actor:
         """Posts reads (or shakes hands first); the tokens that D said it will load."""
         return int(self.call("ask", asks))
 
-    def complete(self, *asks: Ask, seconds: float = _WATCH_SECONDS) -> list[Served]:
+    def complete(self, *asks: Ask) -> list[Served]:
         """Serves prompts that come together, with P's answers or without."""
-        served: list[Served] = self.call("complete", asks, seconds)
+        served: list[Served] = self.call("complete", asks, _WATCH_SECONDS)
         return served
 
     def timed(self, ask: Ask) -> Timed:
@@ -91,6 +91,21 @@ class Actor:
         if seen.standstill and seconds >= _WATCH_SECONDS:
             print(seen.standstill)  # pytest shows it where a test fails
         return seen
+
+    def must_receive(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> None:
+        """Asserts that the load of each ends well."""
+        seen = self.watch(*prompts, seconds=seconds)
+        assert seen.received == {prompt.name for prompt in prompts}, seen
+
+    def must_hold(self, *prompts: Prompt) -> None:
+        """Asserts that each is received, and that the cache holds what P had."""
+        self.must_receive(*prompts)
+        assert self.wrong(*prompts)[0] == 0
+
+    def must_fail(self, *prompts: Prompt) -> None:
+        """Asserts that the load of each fails."""
+        seen = self.watch(*prompts)
+        assert seen.failed == {prompt.name for prompt in prompts}, seen
 
     def finish(self, prompt: Prompt) -> str:
         """Steps until D has answered a prompt, some steps at most; what has become of it."""
@@ -117,7 +132,6 @@ class Actor:
         return int(self.call("strays"))
 
     def left(self) -> Left:
-        """What D's worker still holds of transfers."""
         left: Left = self.call("left")
         return left
 
@@ -236,8 +250,16 @@ class Stage:
         return Prompt(f"req-{self._name}-{self._prompts}", self._prompts, tokens)
 
     def prompts(self, count: int, tokens: int) -> list[Prompt]:
-        """So many of them."""
         return [self.prompt(tokens) for _ in range(count)]
+
+    def load(self, prefill: Actor, decode: Actor, tokens: int) -> Prompt:
+        """Has D load a new prompt of P's, as P had it."""
+        prompt = self.prompt(tokens)
+        decode.ask(*prefill.compute(prompt))
+        decode.must_receive(prompt)
+        wrong, total = decode.wrong(prompt)
+        assert (wrong, total > 0) == (0, True)
+        return prompt
 
     def _start(
         self,

@@ -1,4 +1,4 @@
-"""``python -m tests.lab.table [--release R ...] [--processes 2] [--cells FILE] [--write]``
+"""``python -m tests.lab.table [--release R ...] [--processes 2] [--write]``
 
 Plays the heterogeneous pairs of the tests on stock and with kvpatch on D, every release, and
 keeps what came of it in docs/data/heterogeneous.json, from which docs/evidence/heterogeneous.md is
@@ -12,12 +12,12 @@ import argparse
 import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
@@ -26,7 +26,7 @@ from kvpatch.core.releases import RELEASES
 from tests.played import Played, now
 from tests.releases.fetch import fetch
 
-from .case import Case, EngineSpec, Outcome, Report, Sabotage
+from .case import Case, EngineSpec, Outcome, Sabotage
 from .host import Lab
 from .releases import tells_blocks
 from .unlike import Dimensions, cases
@@ -35,7 +35,7 @@ SEED = 20
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "heterogeneous.md"
 DATA = _DOCS / "data" / "heterogeneous.json"
-_LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
+LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
 KINDS = ("smaller P blocks", "larger P blocks", "other layout", "CPU backend", "other ranks")
 
 
@@ -48,8 +48,6 @@ class Cell:
     case: str
     stock: Outcome
     kvpatch: Outcome
-    stock_detail: str = ""
-    kvpatch_detail: str = ""
 
 
 def all_cases() -> list[Case]:
@@ -93,12 +91,7 @@ def play(release: str) -> list[Cell]:
             ours = lab.run(case.patched(prefill=False))
             if ours.outcome == "identical" and ours.moved_tokens > 2 * case.decode.block_tokens:
                 loaded.append(case)
-            found.append(
-                Cell(
-                    release, kind_of(case), case.name, stock.outcome, ours.outcome,
-                    _first_line(stock), _first_line(ours),
-                )
-            )  # fmt: skip
+            found.append(Cell(release, kind_of(case), case.name, stock.outcome, ours.outcome))
         _must_notice(lab, loaded)
     return found
 
@@ -119,12 +112,7 @@ def _must_notice(lab: Lab, loaded: Sequence[Case]) -> None:
             raise RuntimeError(f"{lab.release}: {sabotage} went unnoticed: {report}")
 
 
-def _first_line(report: Report) -> str:
-    return report.detail.partition("\n")[0][:200]
-
-
 def page(found: Sequence[Cell]) -> str:
-    """docs/evidence/heterogeneous.md."""
     order = [case.name for case in all_cases()]
     found = sorted(found, key=lambda c: (RELEASES.index(c.release), order.index(c.case)))
     releases = [r for r in RELEASES if any(cell.release == r for cell in found)]
@@ -264,7 +252,6 @@ def _span(first: str, last: str) -> str:
 
 
 def known_page() -> str:
-    """The page of what is known."""
     return page(known_cells())
 
 
@@ -275,7 +262,7 @@ def known_cells() -> tuple[Cell, ...]:
     by_name = {case.name: case for case in all_cases()}
     if data["pairs"] != list(by_name):
         return ()
-    outcomes: dict[str, Outcome] = {letter: outcome for outcome, letter in _LETTERS.items()}
+    outcomes: dict[str, Outcome] = {letter: outcome for outcome, letter in LETTERS.items()}
     return tuple(
         Cell(release, kind_of(by_name[name]), name, outcomes[stock], outcomes[ours])
         for release, row in data["releases"].items()
@@ -284,41 +271,36 @@ def known_cells() -> tuple[Cell, ...]:
 
 
 def known_runs() -> dict[str, Played]:
-    """When each release was played."""
     rows = json.loads(DATA.read_text())["releases"]
     return {release: Played(row["date"], row["commit"]) for release, row in rows.items()}
 
 
 def keep(found: Sequence[Cell], runs: dict[str, Played]) -> None:
-    """Writes docs/data/heterogeneous.json, a line for each release: a change shows as one."""
     pairs = [case.name for case in all_cases()]
-    rows = []
+    rows = {}
     for release in sorted(runs, key=RELEASES.index):
         by_case = {cell.case: cell for cell in found if cell.release == release}
         cells = [by_case[name] for name in pairs]
-        row = vars(runs[release]) | {
-            "stock": "".join(_LETTERS[cell.stock] for cell in cells),
-            "kvpatch": "".join(_LETTERS[cell.kvpatch] for cell in cells),
+        rows[release] = vars(runs[release]) | {
+            "stock": "".join(LETTERS[cell.stock] for cell in cells),
+            "kvpatch": "".join(LETTERS[cell.kvpatch] for cell in cells),
         }
-        rows.append(f"  {json.dumps(release)}: {json.dumps(row)}")
-    head = {
-        "made_by": "python -m tests.lab.table --write",
-        "letters": {letter: outcome for outcome, letter in _LETTERS.items()},
-        "pairs": pairs,
-    }
+    letters = {letter: outcome for outcome, letter in LETTERS.items()}
+    head = {"made_by": "python -m tests.lab.table --write", "letters": letters, "pairs": pairs}
+    write_rows(DATA, head, rows)
+
+
+def write_rows(path: Path, head: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
+    """Writes a file of docs/data, a line for each row: a change shows as one."""
     text = json.dumps(head, indent=1).removesuffix("\n}")
-    DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(rows) + "\n }\n}\n")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    path.write_text(f'{text},\n "releases": {{\n{lines}\n }}\n}}\n')
 
 
-def _read(path: Path | None) -> list[Cell]:
-    if path is None or not path.exists():
-        return []
-    return [Cell(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def _add(path: Path, cells: Iterable[Cell]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(vars(cell)) + "\n" for cell in cells)
+def _beside(found: Iterable[Cell]) -> list[Cell]:
+    """What is known of releases that are not among these."""
+    played = {cell.release for cell in found}
+    return [cell for cell in known_cells() if cell.release not in played]
 
 
 def main() -> None:
@@ -326,13 +308,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.table", description=__doc__)
     parser.add_argument("--release", action="append", help="may be given again; default: all")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--cells", type=Path, help="a file of cells: its releases are not played, others are added"
-    )
     parser.add_argument("--write", action="store_true", help=f"write {DATA.name} and {PAGE.name}")
     arguments = parser.parse_args()
-    found = _read(arguments.cells)
-    releases = [r for r in arguments.release or RELEASES if r not in {c.release for c in found}]
+    found: list[Cell] = []
+    releases = list(arguments.release or RELEASES)
     fetch(releases)
     console = Console()
     context = multiprocessing.get_context("spawn")  # ports of its own for each
@@ -341,16 +320,13 @@ def main() -> None:
         task = progress.add_task("releases", total=len(releases))
         for done in as_completed(pool.submit(play, release) for release in releases):
             found += done.result()
-            if arguments.cells:
-                _add(arguments.cells, done.result())
+            kept = _beside(found)
+            if arguments.write:  # hours of them: none is lost
+                known = known_runs()
+                runs = {cell.release: known[cell.release] for cell in kept}
+                keep([*kept, *found], runs | {cell.release: now() for cell in found})
             progress.advance(task)
-    played = {cell.release for cell in found}
-    kept = [cell for cell in known_cells() if cell.release not in played]
-    if arguments.write:
-        known = known_runs()
-        runs = {cell.release: known[cell.release] for cell in kept}
-        keep([*kept, *found], runs | dict.fromkeys(played, now()))
-    text = page([*kept, *found])
+    text = page([*_beside(found), *found])
     console.print(text, markup=False)
     if arguments.write:
         PAGE.write_text(text)

@@ -175,6 +175,7 @@ def test_a_retry_under_the_same_name(stage: Stage, lab: Lab, way: str) -> None:
     assert status in ("FINISHED_LENGTH_CAPPED", "RUNNING"), status
     pair.decode.call("tick")
     assert held < pair.free == pair.free_now()
+    assert pair.decode.left().staging_bytes == 0
 
 
 def test_a_retry_that_is_given_up_too(stage: Stage, lab: Lab) -> None:

@@ -6,6 +6,7 @@ window's layers must hold is what the release keeps of it, and no more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -65,8 +66,38 @@ def _cases(all_sizes: dict[str, tuple[int, int]]) -> dict[str, Case]:
     return {case.name: case for case in cases if case.prefix_hit_tokens or "none" in case.name}
 
 
-_UNLIKE = _cases(BLOCK_TOKENS)
 _LIKE = _cases(LIKE)
+#: For drafted tokens P has a block more than the prompt fills where they do not fit.
+_WITH_A_BLOCK_MORE = (96, 158, 159, 256)
+#: Two tokens more, and a window would begin with a block of P.
+_AT_THE_EDGE = 158
+
+
+def _speculating(sizes: tuple[int, int], prompt: int) -> Case:
+    """P reserves slots for four drafted tokens, and computes the prompt in chunks."""
+    case = _case("two groups", sizes, prompt)
+    p = replace(case.prefill, lookahead_tokens=4, step_tokens=48)
+    return replace(case, name=f"{case.name}, P speculates", prefill=p)
+
+
+def _identical() -> Iterator[tuple[Case, str]]:
+    """Cases, and the release before which P may have let go of a block that D needs."""
+    yield from ((case, "") for case in _cases(BLOCK_TOKENS).values())
+    case = _case("three groups", (64, 64), 300, "one block")
+    for p_layout, d_layout in (("HND", "NHD"), ("NHD", "HND")):
+        p = replace(case.prefill, layout=p_layout)
+        d = replace(case.decode, layout=d_layout)
+        yield replace(case, name=f"{p_layout} to {d_layout}", prefill=p, decode=d), ""
+    for sizes in BLOCK_TOKENS.values():
+        # Blocks that slide out of one request's window become another's.
+        case = _case("three groups", sizes, 159)
+        p = replace(case.prefill, step_tokens=80)
+        yield replace(case, name=f"{case.name}, in chunks", prefill=p, n_requests=3), ""
+        # <= 0.24 P sends the block of its drafts too, which may push one out in front.
+        yield from ((_speculating(sizes, prompt), "0.25") for prompt in _WITH_A_BLOCK_MORE)
+        # <= 0.19 P counts its answer's token too, and frees a block that D still looks at.
+        case = _case("two groups", sizes, _AT_THE_EDGE)
+        yield replace(case, name=f"{case.name}, at the edge"), "0.20"
 
 
 def _expect_identical(case: Case, report: Report) -> None:
@@ -74,22 +105,16 @@ def _expect_identical(case: Case, report: Report) -> None:
     report.must_be("identical", moved=tokens)
 
 
-def _expect_identical_since(lab: Lab, case: Case, since: str) -> None:
-    """Earlier releases' P may have let go of a block that D needs."""
+@pytest.mark.parametrize(
+    ("case", "since"), list(_identical()), ids=lambda value: getattr(value, "name", value)
+)
+def test_it_is_identical(lab: Lab, case: Case, since: str) -> None:
     report = lab.on_d(case)
-    if report.outcome == "refused":
+
+    if since and report.outcome == "refused":
         assert Version(lab.release) < Version(since), report
         assert "let go of a block" in report.detail
         return
-    _expect_identical(case, report)
-
-
-@pytest.mark.parametrize("name", _UNLIKE)
-def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
-    case = _UNLIKE[name]
-
-    report = lab.on_d(case)
-
     _expect_identical(case, report)
 
 
@@ -102,26 +127,6 @@ def test_like_pair_stays_as_stock_has_it(lab: Lab, name: str) -> None:
 
     _expect_identical(case, stock)
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
-
-
-@pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND")])
-def test_unlike_layouts(lab: Lab, layouts: tuple[str, str]) -> None:
-    case = _case("three groups", (64, 64), 300, "one block")
-    p, d = (
-        replace(engine, layout=layout)
-        for engine, layout in zip((case.prefill, case.decode), layouts, strict=True)
-    )
-
-    _expect_identical(case, lab.on_d(replace(case, prefill=p, decode=d)))
-
-
-@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
-    """Blocks that slide out of one request's window become another's."""
-    case = _case("three groups", BLOCK_TOKENS[sizes], 159)
-    chunked = replace(case, prefill=replace(case.prefill, step_tokens=80), n_requests=3)
-
-    _expect_identical(chunked, lab.on_d(chunked))
 
 
 @pytest.mark.parametrize(
@@ -138,34 +143,6 @@ def test_a_spoilt_cache_is_noticed(
 
 
 # --- a prefill engine that sends more or fewer blocks than the prompt fills ---
-
-
-def _speculating(sizes: tuple[int, int], prompt: int) -> Case:
-    """P reserves slots for four drafted tokens, and computes the prompt in chunks."""
-    case = _case("two groups", sizes, prompt)
-    p = replace(case.prefill, lookahead_tokens=4, step_tokens=48)
-    return replace(case, name=f"{case.name}, P speculates", prefill=p)
-
-
-#: For drafted tokens P has a block more than the prompt fills where they do not fit.
-_WITH_A_BLOCK_MORE = (96, 158, 159, 256)
-
-
-@pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
-@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-def test_a_speculating_prefill_engine_of(lab: Lab, sizes: str, prompt: int) -> None:
-    """<= 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
-    _expect_identical_since(lab, _speculating(BLOCK_TOKENS[sizes], prompt), "0.25")
-
-
-def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
-    """The same pair without kvpatch: a like one, which stock reads a block off <= 0.24."""
-    case = _speculating((32, 32), 159)
-
-    report = lab.run(case)
-
-    sends_drafts = Version(lab.release) < Version("0.25")
-    assert report.outcome == ("corrupt" if sends_drafts else "identical"), report
 
 
 @pytest.mark.parametrize("hit", ["none", "one block"])
@@ -187,55 +164,42 @@ def test_a_speculating_decode_engine_of(lab: Lab, prompt: int, hit: str) -> None
     _expect_identical(case, report)
 
 
-#: Two tokens more, and a window would begin with a block of P.
-_AT_THE_EDGE = 158
-
-
-@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
-    """<= 0.19 P counts its answer's token too, and frees a block that D still looks at."""
-    case = _case("two groups", BLOCK_TOKENS[sizes], _AT_THE_EDGE)
-
-    _expect_identical_since(lab, case, "0.20")
-
-
-def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
-    """The same without kvpatch and with like engines: stock reads one token too few <= 0.19."""
-    report = lab.run(_case("two groups", (32, 32), _AT_THE_EDGE))
-
-    frees_too_much = Version(lab.release) < Version("0.20")
-    assert report.outcome == ("corrupt" if frees_too_much else "identical"), report
+@pytest.mark.parametrize(
+    ("case", "since"),
+    [(_speculating((32, 32), 159), "0.25"), (_case("two groups", (32, 32), _AT_THE_EDGE), "0.20")],
+    ids=["speculating", "at the edge"],
+)
+def test_stock_reads_what_p_has_let_go_of(lab: Lab, case: Case, since: str) -> None:
+    """The same without kvpatch and with like engines: a block off <= 0.24, a token <= 0.19."""
+    expected = "corrupt" if Version(lab.release) < Version(since) else "identical"
+    lab.run(case).must_be(expected)  # type: ignore[arg-type]
 
 
 # --- sliding windows alone, whose lists are the ends of tables ---
 
 
-def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
-    """P's blocks of `cut` tokens are cut into D's; 0 for a P like D."""
+def _window_alone(prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
+    """P's blocks of `cut` tokens are cut into D's of 16; 0 for a P like D."""
     common = {"family": "flashinfer", "device": "cuda", "window_tokens": (window,), "layers": 2}
-    d = replace(engine_of("two groups", block_tokens), **common)
-    p = replace(engine_of("two groups", cut), **common, parts=cut // block_tokens) if cut else d
-    return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
+    d = replace(engine_of("two groups", 16), **common)
+    p = replace(engine_of("two groups", cut), **common, parts=cut // 16) if cut else d
+    return Case(f"window of {window} alone, {cut or 16} to 16", p, d, prompt)
 
 
-@pytest.mark.on(states_kernel_blocks=False)
+_MAY_BE_CUT = pytest.mark.on(states_kernel_blocks=False)
+
+
 @pytest.mark.parametrize(
     ("window", "cut", "prompt"),
-    [*((WINDOW, 48, prompt) for prompt in (10, 40, 100, 300)), (16, 0, 100), (16, 48, 100)],
+    [
+        *((WINDOW, 0, prompt) for prompt in (10, 100, 300)),
+        *(pytest.param(WINDOW, 48, prompt, marks=_MAY_BE_CUT) for prompt in (10, 40, 100, 300)),
+        *(pytest.param(16, cut, 100, marks=_MAY_BE_CUT) for cut in (0, 48)),
+    ],
 )
-def test_windows_alone_that_a_peer_may_have_cut(
-    lab: Lab, window: int, cut: int, prompt: int
-) -> None:
-    case = _window_alone(16, prompt, cut, window)
-
-    lab.on_d(case).must_be("identical", moved=prompt)
-
-
-@pytest.mark.parametrize("prompt", [10, 100, 300])
-def test_windows_alone_of_peers_like_us(lab: Lab, prompt: int) -> None:
-    case = _window_alone(16, prompt)
-
-    lab.on_d(case).must_be("identical", moved=prompt)
+def test_windows_alone(lab: Lab, window: int, cut: int, prompt: int) -> None:
+    """Of peers like D, and of those that may have cut theirs."""
+    lab.on_d(_window_alone(prompt, cut, window)).must_be("identical", moved=prompt)
 
 
 @pytest.mark.parametrize("prompt", [100, 159, 300])
@@ -250,7 +214,7 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
         facts.lists_drafted_blocks and not facts.reserves_drafted_blocks
     ):
         pytest.skip("whether a block more is named depends on the prompt (<= 0.22)")
-    case = _window_alone(16, prompt, cut=48)
+    case = _window_alone(prompt, cut=48)
     drafting = {"lookahead_tokens": 40}
     case = replace(
         case, prefill=replace(case.prefill, **drafting), decode=replace(case.decode, **drafting)
@@ -259,8 +223,8 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
     lab.on_d(case).must_be("corrupt" if facts.lists_drafted_blocks else "identical")
 
 
-@pytest.mark.on(states_kernel_blocks=False)
+@_MAY_BE_CUT
 def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
 
-    assert lab.run(_window_alone(16, 10, cut=48)).outcome == "corrupt"
+    assert lab.run(_window_alone(10, cut=48)).outcome == "corrupt"

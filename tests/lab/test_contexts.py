@@ -51,4 +51,4 @@ def test_stock_loads_them(stage: Stage, name: str) -> None:
     prompt = stage.prompt(tokens)
 
     assert d.ask(*p.compute(prompt)) == tokens
-    assert d.watch(prompt).received == {prompt.name}
+    d.must_receive(prompt)

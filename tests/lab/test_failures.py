@@ -21,6 +21,7 @@ from .engine_api import Ask, Left, Prompt, Seen
 from .host import Lab
 from .releases import states_block_size, states_layout
 from .stage import Actor, Raised, Stage
+from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_several_peers import (
     SPEC,
     TOKENS,
@@ -95,10 +96,9 @@ def assert_failed_alone(
         kept: what is read at the same time. Who looks at the memory while NIXL itself writes to it,
             which no thread of ours can hold up, undoes some of that.
     """
-    assert decode.watch(*kept).received == names(kept)
+    decode.must_receive(*kept)
     if reports_failures(release):
-        seen = decode.watch(*lost)
-        assert seen.failed == names(lost), seen
+        decode.must_fail(*lost)
     end = time.monotonic() + _OVER_SECONDS
     while True:
         seen = decode.watch(*lost, seconds=0.1)
@@ -231,31 +231,20 @@ def test_stock_dies_with_its_peer(stage: Stage, lab: Lab) -> None:
         decode.watch(prompt)
 
 
-def test_death_before_the_read(stage: Stage, lab: Lab) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["read", "handshake"])
+def test_death_before(stage: Stage, lab: Lab, is_known: bool) -> None:
+    """<= 0.11.0 stock waits for a handshake's answer for ever, and with it those behind it."""
     mortal, survivor = (stage.prefill(spec) for spec in unlike(lab.release))
     decode = stage.decode(STAGED)
-    introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
-    lost, kept = stage.prompts(2, TOKENS)
-    asks = [*mortal.compute(lost), *survivor.compute(kept)]
-    mortal.die()
-
-    decode.ask(*asks)
-    assert_failed_alone(decode, lab.release, [lost], [kept])
-    assert_identical(decode, [kept], loaded(kept, lab.release))
-    assert_served(stage, lab.release, survivor, decode)
-
-
-def test_death_before_the_handshake(stage: Stage, lab: Lab) -> None:
-    """<= 0.11.0 stock waits for its answer for ever, and with it the handshakes behind it."""
-    mortal, survivor = (stage.prefill(spec) for spec in unlike(lab.release))
-    decode = stage.decode(STAGED)
+    if is_known:
+        introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
     lost, kept = stage.prompts(2, TOKENS)
     asks = [*mortal.compute(lost), *survivor.compute(kept)]
     mortal.die()
 
     decode.ask(*asks)
 
-    if not reports_failures(lab.release):
+    if not (is_known or reports_failures(lab.release)):
         watch_for(decode, lost, "nobody answers at")
     assert_failed_alone(decode, lab.release, [lost], [kept])
     assert_identical(decode, [kept], loaded(kept, lab.release))
@@ -312,7 +301,7 @@ def test_a_peer_that_hangs(stage: Stage, lab: Lab) -> None:
         decode.ask(*asks)
         prompt = stage.prompt(TOKENS)
         decode.ask(*other.compute(prompt))
-        assert decode.watch(prompt).received == {prompt.name}
+        decode.must_receive(prompt)
         seen = decode.watch(*stuck, seconds=0.1)
         assert all(prompt.name in seen.standstill for prompt in stuck)
         assert ": PROC" in seen.standstill
@@ -426,3 +415,72 @@ def _without_a_block(ask: Ask) -> Ask:
         [group[:-1] for group in blocks] if isinstance(blocks[0], list) else blocks[:-1]
     )
     return replace(ask, answer=json.dumps(answer))
+
+
+# -- several cache groups -----------------------------------------------------
+#
+# D's scheduler is the release's own. <= 0.29 stock calls such a load received, and the model would
+# go on over memory that nobody wrote.
+
+_GROUPS = pytest.mark.on(since="0.18")
+_P, _D = (
+    replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
+)
+
+
+def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:
+    """A prompt whose P dies while it is read; the blocks that D had free before."""
+    prefill = stage.prefill(spec)
+    introduce(decode, stage.prompts(1, TOKENS), prefill)
+    free = int(decode.call("free_blocks"))
+    prompt = stage.prompt(TOKENS)
+    asks = prefill.compute(prompt)
+    prefill.hold()
+    decode.ask(*asks)
+    assert decode.call("free_blocks") < free
+    prefill.die()
+    return prompt, free
+
+
+@_GROUPS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_of_several_groups_fails(stage: Stage, ranks: int) -> None:
+    decode = stage.decode(replace(_D, load_failure_policy="fail"))
+
+    prompt, free = _lose(stage, decode, replace(_P, tp_size=ranks))
+    seen = decode.watch(prompt)
+    decode.call("loaded", [prompt.name])
+
+    assert seen.failed == {prompt.name}, seen
+    assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+    assert decode.call("free_blocks") == free
+    assert untouched(decode, [prompt])
+    stage.load(stage.prefill(_P), decode, TOKENS)
+
+
+@_GROUPS
+@pytest.mark.every_release
+def test_a_load_of_several_groups_is_computed_again(stage: Stage) -> None:
+    decode = stage.decode(replace(_D, load_failure_policy="recompute"))
+
+    prompt, free = _lose(stage, decode, _P)
+    decode.must_fail(prompt)
+    decode.call("loaded", [prompt.name])
+
+    assert untouched(decode, [prompt])
+    assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
+    assert decode.wrong(prompt)[0] == 0
+    assert decode.call("free_blocks") == free
+    stage.load(stage.prefill(_P), decode, TOKENS)
+
+
+@_GROUPS
+@pytest.mark.on(before="0.30")
+def test_stock_calls_a_load_of_several_groups_received(stage: Stage) -> None:
+    """What is mended here, and that the test sees it."""
+    decode = stage.decode(_P, patched=False)
+
+    prompt, _ = _lose(stage, decode, _P)
+
+    decode.must_receive(prompt)
+    assert untouched(decode, [prompt])

@@ -139,6 +139,5 @@ def test_a_load_is_served_behind_a_freeze(pair: Pair, when: str, who: str, secon
     if when == "checking" and pair.has_digests:
         pair.prefill.call("keep_from_digests", False)
 
-    assert pair.decode.watch(*prompts).received == names(prompts)
-    assert pair.decode.wrong(*prompts)[0] == 0
+    pair.decode.must_hold(*prompts)
     assert pair.prefill.heard(prompts) == names(prompts)

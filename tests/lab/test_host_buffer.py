@@ -185,8 +185,8 @@ def test_tensors_without_a_storage(lab: Lab, name: str) -> None:
 
 @pytest.mark.on(loads_whole_blocks_only=False)  # else: 0.10.0's connector is handed no copies
 def test_a_platforms_own_copies_are_not_called(stage: Stage, lab: Lab) -> None:
-    prefill = stage.start(prefilling(ROOM, planned_blocks=77))
-    scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
+    scene = scene_of(stage, lab, planned_blocks=77)
+    prefill = scene.prefill
     assert prefill.call("hand_over") == 0
     prompts = stage.prompts(3, TOKENS)
     prefill.call("begin", prompts)
@@ -246,16 +246,21 @@ def loaded(prompt: Prompt, release: str) -> int:
 ROOM = 4 * REQUEST_BLOCKS
 
 
+def scene_of(stage: Stage, lab: Lab, blocks: int | None = ROOM, **of_p: object) -> Scene:
+    """P with a host buffer of so many blocks, and a stock D whose cache has room for all."""
+    prefill = stage.start(prefilling(blocks, **of_p))
+    decode = stage.prefill(replace(SPEC, planned_blocks=400))
+    return Scene(stage, lab.release, prefill, decode)
+
+
 @pytest.fixture
-def scene(lab: Lab) -> Iterator[Scene]:
-    with Stage(lab) as stage:
-        prefill = stage.start(prefilling(ROOM, planned_blocks=200))
-        yield Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=400)))
+def scene(stage: Stage, lab: Lab) -> Scene:
+    return scene_of(stage, lab, planned_blocks=200)
 
 
 def test_an_abort_in_the_middle_of_a_prompt(stage: Stage, lab: Lab) -> None:
-    prefill = stage.start(prefilling(ROOM, planned_blocks=200, step_tokens=BLOCK_TOKENS))
-    scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+    scene = scene_of(stage, lab, planned_blocks=200, step_tokens=BLOCK_TOKENS)
+    prefill = scene.prefill
     lost, kept = stage.prompts(2, TOKENS)
     prefill.call("begin", [lost])
     prefill.call("tick")
@@ -271,9 +276,8 @@ def test_an_abort_in_the_middle_of_a_prompt(stage: Stage, lab: Lab) -> None:
 def test_preemption_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
     """A request that D will read makes way for one that was there first, and starts again."""
     # With five blocks each they would have one too few: the null block is nobody's.
-    prefill = stage.start(prefilling(planned_blocks=2 * REQUEST_BLOCKS))
-    decode = stage.prefill(replace(SPEC, planned_blocks=99))
-    scene = Scene(stage, lab.release, prefill, decode)
+    scene = scene_of(stage, lab, None, planned_blocks=2 * REQUEST_BLOCKS)
+    prefill = scene.prefill
     own, read = stage.prompt(TOKENS + BLOCK_TOKENS), stage.prompt(TOKENS)
     prefill.call("take_turns", BLOCK_TOKENS)
     prefill.call("begin_own", [own])
@@ -297,8 +301,8 @@ def test_preemption_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
 @pytest.mark.on(frees_blocks_later=True)  # else: blocks are freed at once
 def test_preemption_beside_a_step_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
     """vLLM takes the blocks from a request whose step is under way, and frees them behind it."""
-    prefill = stage.start(prefilling(step_tokens=48, schedules_ahead=True))
-    scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+    scene = scene_of(stage, lab, None, step_tokens=48, schedules_ahead=True)
+    prefill = scene.prefill
     prompt = stage.prompt(TOKENS)
     prefill.call("begin", [prompt])
     prefill.call("tick")
@@ -315,9 +319,8 @@ def test_preemption_beside_a_step_gives_host_blocks_back(stage: Stage, lab: Lab)
 @pytest.mark.parametrize("answer", [2, 5])
 def test_an_answer_of_more_than_one_token(stage: Stage, lab: Lab, answer: int) -> None:
     """P writes on into the prompt's last block while the others are in their rows."""
-    prefill = stage.start(prefilling(ROOM, answer_tokens=answer))
-    decode = stage.prefill(replace(SPEC, planned_blocks=99))
-    scene = Scene(stage, lab.release, prefill, decode)
+    scene = scene_of(stage, lab, answer_tokens=answer)
+    prefill = scene.prefill
     prompts = stage.prompts(3, TOKENS)
     prefill.call("begin", prompts)
 
@@ -345,9 +348,8 @@ def test_what_is_answered_is_there_while_the_next_step_is_under_way(
     stage: Stage, lab: Lab, tokens: int
 ) -> None:
     """<= 0.11.0 a step that is scheduled ahead computes a token more than was asked for."""
-    prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
-    decode = stage.prefill(replace(SPEC, planned_blocks=99))
-    scene = Scene(stage, lab.release, prefill, decode)
+    scene = scene_of(stage, lab, planned_blocks=99, schedules_ahead=True)
+    prefill, decode = scene.prefill, scene.decode
     prompts = stage.prompts(3, tokens)
     prefill.call("begin", prompts)
 
@@ -376,11 +378,9 @@ def test_in_a_multi_connector(lab: Lab) -> None:
 def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(stage: Stage, lab: Lab) -> None:
     if Version("0.11.1") <= Version(lab.release) < Version("0.16"):
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
-    prefill = stage.start(prefilling(ROOM, in_multi=True, planned_blocks=200))
-    decode = stage.prefill(replace(SPEC, planned_blocks=99))
-    scene = Scene(stage, lab.release, prefill, decode)
+    scene = scene_of(stage, lab, in_multi=True, planned_blocks=200)
     prompts = stage.prompts(6, TOKENS)
-    prefill.call("begin", prompts)
+    scene.prefill.call("begin", prompts)
 
     first = scene.work(prompts)
     assert len(first) < len(prompts)

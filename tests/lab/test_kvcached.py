@@ -1,4 +1,8 @@
-"""kvcached's own view code, over memory of which only the pages in use are there."""
+"""kvcached's own view code, over memory of which only the pages in use are there.
+
+Its own NIXL patch (its real code) beside kvpatch, and input that contradicts itself: each is
+refused, with what was found, what was expected and what to set.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,25 @@ from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from kvpatch.peer.remote_geometry import PAGE_BYTES
 
-from .case import Case, EngineSpec, Family, Sabotage
+from .caches import ODD_LAYER, UNMAPPED
+from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Report, Sabotage
+from .child import KVCACHEDS_OWN
 from .host import Lab
 from .kvcached_cells import LAYOUTS, case, cells, spec
-from .releases import moves_full_blocks_only, states_layout
-from .test_kvcacheds_own_patch import _HALVES, _ROWS
+from .releases import has_named_layouts, moves_full_blocks_only, states_layout
 from .test_like_pairs import tokens_to_move
 from .test_patches import pairs_halves
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
-_CELLS = tuple(cells())
+#: Tensors that are laid out as kvcached's, of all whose blocks there is memory.
+_ROWS = EngineSpec(
+    layout="NHD", planned_blocks=24, tensor_blocks=40, layers=3, allocation="contiguous"
+)
+_HALVES = replace(_ROWS, allocation="split_half")
 
 
-@pytest.mark.parametrize(("family", "layout", "side"), _CELLS)
+@pytest.mark.parametrize(("family", "layout", "side"), list(cells()))
 def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> None:
     """A read or a write outside the pages in use would end the process that does it."""
     report = lab.run(case(family, layout, side, by_kvpatch=True)).must_be("identical")
@@ -163,3 +172,97 @@ def test_without_the_patch_rows_are_refused_or_wrong(lab: Lab) -> None:
     assert stock.outcome != "identical", stock
     assert alone.outcome == "refused", alone
     assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in alone.detail
+
+
+# --- kvcached's own NIXL patch, in either order ------------------------------------------
+
+
+def _beside_own(engine: EngineSpec, order: str, *, patched: bool = True) -> Case:
+    """Alone it refuses its default layout; with kvpatch in the process kvpatch takes its place."""
+    layout = "true" if engine.allocation == "contiguous" else "false"
+    settings = ((KVCACHEDS_OWN, order), ("KVCACHED_CONTIGUOUS_LAYOUT", layout))
+    one = replace(engine, settings=settings, patched=patched)
+    return Case("kvcached's own", one, one, prompt_tokens=107)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("engine", [_ROWS, _HALVES], ids=["rows", "halves"])
+def test_kvpatch_takes_its_place(lab: Lab, engine: EngineSpec, order: str) -> None:
+    wanted = _beside_own(engine, order)
+
+    report = lab.run(wanted).must_be("identical")
+    if engine is _ROWS:
+        assert report.descriptors == -(-report.moved_tokens // engine.block_tokens)
+        assert report.registrations == 1
+    assert lab.run(wanted, sabotage="shift_block").outcome == "corrupt"
+
+
+def test_alone_it_refuses_its_own_default_layout(lab: Lab) -> None:
+    lab.run(_beside_own(_ROWS, "before", patched=False)).must_be(
+        "refused", "requires KVCACHED_CONTIGUOUS_LAYOUT=false"
+    )
+
+
+def test_without_a_patch_that_does_its_part_it_stays_and_kvpatch_refuses(lab: Lab) -> None:
+    others = tuple(slug for slug in SLUGS if slug != "block_count")
+    one = replace(_beside_own(_HALVES, "before").prefill, patches=others)
+
+    lab.run(Case("kvcached's own", one, one)).must_be("refused", "kvpatch cannot patch")
+
+
+# --- tensors, variables and pages that contradict one another ------------------------------
+
+
+def _with(layout: str, *settings: tuple[str, str]) -> EngineSpec:
+    return replace(_on(spec("flash", LAYOUTS[layout])), settings=settings)
+
+
+def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
+    return lab.run(Case("bad input", prefill, decode, prompt_tokens=107))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_the_variable_denies(lab: Lab, layout: str) -> None:
+    said, other = ("false", "true") if layout == "contiguous" else ("true", "false")
+    contrary, right = (
+        _with(layout, ("KVCACHED_CONTIGUOUS_LAYOUT", value)) for value in (said, other)
+    )
+
+    _run(lab, contrary, contrary).must_be(
+        "refused",
+        f"KVCACHED_CONTIGUOUS_LAYOUT={said} and ",
+        "allocation",
+        "set KVCACHED_CONTIGUOUS_LAYOUT",
+    )
+    _run(lab, right, right).must_be("identical")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("odd", "said"), [("other", "lie in none of its pools"), ("claims", "says that it lies in")]
+)
+def test_a_tensor_outside_the_pool(lab: Lab, layout: str, odd: str, said: str) -> None:
+    strange = _with(layout, (ODD_LAYER, odd))
+    if has_named_layouts(lab.release):
+        said = "unlike sizes"  # the release makes the views, and kvcached marks none
+
+    _run(lab, strange, strange).must_be(
+        "refused", "layers.2.", said, "xpected", "ENABLE_KVCACHED=false"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_a_page_that_is_not_mapped_under_a_descriptor(
+    lab: Lab, layout: str, block_tokens: int
+) -> None:
+    """Between like engines the release reads split halves itself, and is stopped as well."""
+    if block_tokens != 16 and layout == "split-half" and not states_layout(lab.release):
+        pytest.skip("0.10.0 states no layout: unlike halves are refused at the handshake")
+    prefill = _with(layout)
+    told = (PEER_BLOCK_SIZE, str(prefill.block_tokens))  # so that it loads the first prompt
+    decode = replace(_with(layout, (UNMAPPED, "1"), told), block_tokens=block_tokens)
+
+    _run(lab, prefill, decode).must_be(
+        "refused", "is not mapped: found the page of zeros", "one of its own for every block"
+    )

@@ -118,18 +118,21 @@ def _packs(lab: Lab, layout: str) -> bool:
 
 
 def _unlike(lab: Lab, shape: str, block_tokens: int, layout: str) -> EngineSpec:
+    """An engine with kvpatch; a stock one with vLLM's own pool where that has a name of vLLM's."""
     (heads, channels), of_windows = SHAPES[shape]
-    found = _spec("three groups", block_tokens, layout)
+    is_kvcacheds = layout in LAYOUTS
+    found = _spec("three groups", block_tokens, layout if is_kvcacheds else "")
     blocks = 2 * found.planned_blocks
-    return replace(
+    found = replace(
         found,
         kv_heads=heads,
         head_dim=channels,
         window_shape=of_windows,
-        packs_pages=_packs(lab, layout),
+        packs_pages=layout.startswith("B") or _packs(lab, layout),
         planned_blocks=blocks,
-        tensor_blocks=2 * blocks if layout else None,
+        tensor_blocks=2 * blocks if is_kvcacheds else None,
     )
+    return found if is_kvcacheds or not layout else replace(found, layout=layout, patched=False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -177,3 +180,65 @@ def test_unlike_shapes_in_items_of_another_size_are_refused(lab: Lab) -> None:
     d = _unlike(lab, "windows of 64 tokens", 32, "contiguous")
 
     _run(lab, replace(d, dtype="fp8"), d).must_be("refused")
+
+
+# --- groups of unlike shapes whose pages lie packed in rows of blocks (0.29 on) ------------
+#
+# vLLM's own pools in BLHNC and BLNHC, and kvcached's contiguous one, which is laid out the same:
+# where blocks are outermost the release plans blocks of one number of tokens, and every group
+# divides a row in its own way. Where layers are, it gives smaller ones blocks of more tokens, in
+# other groups.
+
+
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize("shape", _UNIFIED)
+@pytest.mark.parametrize(
+    ("p", "p_tokens", "d"),
+    [
+        ("BLHNC", 32, "BLHNC"),
+        ("BLNHC", 32, "BLNHC"),
+        ("BLNHC", 64, "BLHNC"),
+        ("BLHNC", 32, "contiguous"),
+        ("BLNHC", 64, "contiguous"),
+        ("contiguous", 32, "BLNHC"),
+        ("contiguous", 64, "BLHNC"),
+    ],
+)
+def test_packed_pages_are_read(lab: Lab, shape: str, p: str, p_tokens: int, d: str) -> None:
+    prefill, decode = _unlike(lab, shape, p_tokens, p), _unlike(lab, shape, 32, d)
+
+    report = _run(lab, prefill, replace(decode, patched=True), hit_blocks=2)
+    report.must_be("identical", moved=_PROMPT_TOKENS - 64)
+
+
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
+def test_spoilt_packed_pages_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    spec = _unlike(lab, "full attention of 64 tokens", 32, "BLNHC")
+
+    _run(lab, spec, replace(spec, patched=True), 2, sabotage).must_be("corrupt")
+
+
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_stock_leaves_the_ends_of_pages_out(lab: Lab, layout: str) -> None:
+    """From 0.30 on, where a smaller page begins in the same place."""
+    spec = _unlike(lab, "full attention of 64 tokens", 32, layout)
+
+    report = _run(lab, spec, spec, hit_blocks=2)
+
+    is_wrong = Version(lab.release) >= Version("0.30")
+    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+    assert bool(report.wrong_elements) is is_wrong
+
+
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize(("p", "d"), [("LBHNC", "contiguous"), ("contiguous", "LBHNC")])
+def test_pages_of_one_size_are_in_other_groups(lab: Lab, p: str, d: str) -> None:
+    prefill, decode = (
+        replace(_unlike(lab, "windows of 64 tokens", 32, layout), patched=True) for layout in (p, d)
+    )
+
+    _run(lab, prefill, decode, hit_blocks=2).must_be(
+        "refused", "groups", "KVCACHED_CONTIGUOUS_LAYOUT=false"
+    )

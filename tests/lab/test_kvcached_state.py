@@ -104,7 +104,6 @@ def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
 
 
 def _cut(block_tokens: int) -> EngineSpec:
-    """Into kernel blocks of 64 tokens."""
     parts = block_tokens // 64
     return replace(_spec("", block_tokens), family="flashinfer", device="cuda", parts=parts)
 

@@ -65,7 +65,7 @@ def test_peers_that_the_release_lets_go_of_are_forgotten_and_may_come_back(stage
     for prompt, actor in zip(prompts, (first, *others, first), strict=True):
         before = decode.unlike()
         decode.ask(*actor.compute(prompt))
-        assert decode.watch(prompt).received == {prompt.name}
+        decode.must_receive(prompt)
         assert len(before) <= 2  # one that is let go of, and the one before it
         decode.age_peers()
 

@@ -59,8 +59,7 @@ def _load_one(scene: Scene, actor: Actor) -> Prompt:
     """Has D load a prompt, by whose wait its scheduler knows how far clocks are apart."""
     prompt, ask = scene.fresh(actor)
     scene.decode.ask(ask)
-    seen = scene.decode.watch(prompt)
-    assert seen.received == names([prompt]), seen
+    scene.decode.must_receive(prompt)
     return prompt
 
 
@@ -126,8 +125,7 @@ def test_d_computes_the_load(stage: Stage, lab: Lab, kind: str) -> None:
 
     decode.ask(ask)
 
-    seen = decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    decode.must_fail(prompt)
     decode.call("loaded", [prompt.name])
     _assert_computed(decode, prompt)
     _assert_nothing_wrong_is_cached(decode, prompt)

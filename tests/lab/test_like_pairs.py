@@ -6,17 +6,41 @@ shifted by a block, a layer that was not copied, one flipped bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from .case import Case, Sabotage
-from .cases import LAYOUTS, like_pairs
+from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import moves_full_blocks_only
 from .selection import on_every_release
 
 pytestmark = pytest.mark.lab
 
-_CASES = {case.name: case for layout in LAYOUTS for case in like_pairs(layout)}
+
+def pair(spec: EngineSpec, decode_blocks: int = 24) -> tuple[EngineSpec, EngineSpec]:
+    """Two engines of one geometry; only their numbers of blocks differ."""
+    return spec, replace(spec, planned_blocks=decode_blocks)
+
+
+def like_pairs(layout: str) -> list[Case]:
+    """One geometry on both sides, in `layout`: every kind of prompt."""
+    p, d = pair(EngineSpec(layout=layout))
+    big_p, big_d = pair(EngineSpec(layout=layout, block_tokens=64, dtype="float32"))
+    small_p, small_d = pair(EngineSpec(layout=layout, dtype="fp8", layers=3, kv_heads=2))
+    return [
+        Case(f"{layout} one token", p, d, prompt_tokens=1),
+        Case(f"{layout} one block", p, d, prompt_tokens=16),
+        Case(f"{layout} seven blocks, not aligned", p, d, prompt_tokens=107),
+        Case(f"{layout} some of it cached", p, d, prompt_tokens=57, prefix_hit_tokens=32),
+        Case(f"{layout} all of it cached", p, d, prompt_tokens=48, prefix_hit_tokens=48),
+        Case(f"{layout} four at once", p, d, prompt_tokens=70, n_requests=4),
+        Case(f"{layout} blocks of 64, 4-byte items", big_p, big_d, prompt_tokens=150),
+        Case(f"{layout} 1-byte items", small_p, small_d, prompt_tokens=40),
+    ]
+
+
+_CASES = {case.name: case for layout in ("HND", "NHD") for case in like_pairs(layout)}
 
 
 def tokens_to_move(case: Case, release: str) -> int:

@@ -96,8 +96,8 @@ class Scene:
         """A fresh prompt, which is received and is what P has."""
         prompt, ask = self.fresh()
         self.decode.ask(ask)
-        assert self.decode.watch(prompt).received == names([prompt])
-        assert self.decode.wrong(prompt)[0] == 0
+        self.decode.must_hold(prompt)
+        assert self.decode.strays() == 0
 
     def assert_told(self, prompt: Prompt) -> None:
         """P need not hold a prompt any longer; of a like pair D's steps say so."""
@@ -112,7 +112,14 @@ class Scene:
         assert self.prefill.call("make_digests", prompt.name) == "made"
         self.prefill.call("hand_on", prompt.name)
         self.decode.ask(ask)
-        assert self.decode.watch(prompt).failed == names([prompt])
+        self.decode.must_fail(prompt)
+
+    def ask_spoilt(self, how: str, reads: int) -> Prompt:
+        """A fresh prompt, of which wrong bytes come once it has been read."""
+        prompt, ask = self.fresh()
+        assert self.prefill.call("make_digests", prompt.name) == "made"
+        self.decode.call("ask_spoilt", [ask], how, reads)
+        return prompt
 
     def assert_counted(self, **found: int) -> None:
         """What D's ranks have counted since the last time, each for itself."""
@@ -172,10 +179,7 @@ def test_good_loads_are_checked(pair: tuple[Scene, int]) -> None:
 def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
     """And are told of by their place; the next load is good."""
     scene, reads = pair
-    prompt, ask = scene.fresh()
-    assert scene.prefill.call("make_digests", prompt.name) == "made"
-
-    scene.decode.call("ask_spoilt", [ask], how, reads)
+    prompt = scene.ask_spoilt(how, reads)
 
     seen = scene.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
@@ -193,14 +197,7 @@ def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
 def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int]) -> None:
     """P still holds them, so that its word says nothing of it."""
     scene, _ = pair
-    prompt, ask = scene.fresh()
-    assert scene.prefill.call("make_digests", prompt.name) == "made"
-    scene.prefill.call("hand_on", prompt.name)
-
-    scene.decode.ask(ask)
-
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    scene.fail_handed_on()
     scene.assert_counted(**times(ALARM, scene.decode.spec.tp_size))
 
 
@@ -230,16 +227,11 @@ def test_each_head_is_read_from_one_rank(
     for _ in range(3):
         prompt, ask = found.fresh()
         found.decode.ask(ask)
-        seen = found.decode.watch(prompt)
-        assert seen.received == names([prompt]), seen
-        assert found.decode.wrong(prompt)[0] == 0
+        found.decode.must_hold(prompt)
         found.assert_counted(**times(CHECKED, ranks[1]))
         assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
     assert found.decode.left() == before
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.decode.call("ask_spoilt", [ask], "layer", heads)
-    assert found.decode.watch(prompt).failed == names([prompt])
+    found.decode.must_fail(found.ask_spoilt("layer", heads))
     found.assert_counted(**times(ALARM, ranks[1]))
 
 
@@ -307,8 +299,7 @@ def test_without_digests_they_are_received(stage: Stage, lab: Lab, kind: str, ho
 
     found.decode.call("ask_spoilt", [ask], how, reads)
 
-    seen = found.decode.watch(prompt)
-    assert seen.received == names([prompt]), seen
+    found.decode.must_receive(prompt)
     assert found.decode.wrong(prompt)[0] > 0
     found.assert_counted(checked=0, alarm=0, unchecked=0)
 
@@ -321,9 +312,7 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
     for p, d in ((sample, decode.settings), (prefill.settings, sample), (sample, sample)):
         with Stage(lab) as stage:
             found = scene(lab, stage, replace(prefill, settings=p), replace(decode, settings=d))
-            prompt, ask = found.fresh()
-            found.decode.ask(ask)
-            assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+            found.load_rightly()
             found.assert_counted(**CHECKED)
             found.fail_handed_on()
 
@@ -374,8 +363,7 @@ def test_loads_through_a_host_buffer_are_counted_as_not_checked(
     prompt, ask = found.fresh()
     assert (FIELD in json.loads(ask.answer)) == (side == "D")
     found.decode.ask(ask)
-    assert found.decode.watch(prompt).received == names([prompt])
-    assert found.decode.wrong(prompt)[0] == 0
+    found.decode.must_hold(prompt)
     found.assert_counted(**UNCHECKED)
 
 
@@ -393,7 +381,7 @@ def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     assert found.prefill.call("make_digests", prompt.name) == "none"
 
     found.decode.ask(ask)
-    assert found.decode.watch(prompt).failed == names([prompt])
+    found.decode.must_fail(prompt)
 
 
 _STATES = replace(
@@ -433,9 +421,7 @@ def test_recurrent_states_are_checked(
     found.load_rightly()
     found.assert_counted(**times(CHECKED, ranks[1]))
 
-    prompt, ask = found.fresh()
-    assert found.prefill.call("make_digests", prompt.name) == "made"
-    found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
+    prompt = found.ask_spoilt("flip", ranks[1])
 
     seen = found.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
@@ -477,6 +463,5 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage
         prompt, ask = found.fresh()
         assert found.prefill.call("make_digests", prompt.name) == "made"
         found.decode.ask(ask)
-        seen = found.decode.watch(prompt)
-        assert seen.received == names([prompt]), seen
+        found.decode.must_receive(prompt)
     assert found.decode.call("checked")["alarm"] == 0

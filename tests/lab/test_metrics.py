@@ -17,12 +17,13 @@ from kvpatch.peer.engine_description import unpacked
 from kvpatch.peer.peer_hash import digest_of
 
 from . import test_stale_blocks as stale_blocks
+from .case import EngineSpec
 from .engine_api import Prompt, Told
 from .host import Lab
 from .stage import Actor, Stage
 from .test_failures import STAGED, UNREADABLE
 from .test_host_buffer import ALWAYS, ROOM, prefilling, stated
-from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce, names
+from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce
 from .test_staged_reads import late_read
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(stats=True)]
@@ -70,6 +71,15 @@ class Teller:
         return told
 
 
+def _told_pair(stage: Stage, lab: Lab, p: EngineSpec, d: EngineSpec) -> tuple[Actor, Teller]:
+    """P, and a D that has met it and told all of that."""
+    prefill, decode = stage.prefill(p), stage.decode(d)
+    introduce(decode, stage.prompts(1, TOKENS), prefill)
+    teller = Teller(decode, lab.release)
+    teller.tell()
+    return prefill, teller
+
+
 def _read(stage: Stage, prefill: Actor, decode: Actor, count: int) -> list[Prompt]:
     prompts = stage.prompts(count, TOKENS)
     decode.ask(*prefill.compute(*prompts))
@@ -80,12 +90,9 @@ def _read(stage: Stage, prefill: Actor, decode: Actor, count: int) -> list[Promp
 @pytest.mark.parametrize("way", WAYS)
 def test_reads_are_told_by_way(stage: Stage, lab: Lab, way: str) -> None:
     p, d = stated(WAYS[way], lab.release) if way == "host_buffer" else WAYS[way]
-    prefill, decode = stage.prefill(p), stage.decode(d)
-    teller = Teller(decode, lab.release)
-    introduce(decode, stage.prompts(1, TOKENS), prefill)
-    teller.tell()
+    prefill, teller = _told_pair(stage, lab, p, d)
 
-    _read(stage, prefill, decode, 3)
+    _read(stage, prefill, teller.actor, 3)
     shown = teller.tell()
 
     assert shown[f"kvpatch_reads_total {way}"] == 3
@@ -122,12 +129,9 @@ def test_what_the_pool_holds_is_told_when_it_changes(stage: Stage, lab: Lab) -> 
 
 
 def test_two_workers_are_one_engine(stage: Stage, lab: Lab) -> None:
-    prefill, decode = stage.prefill(engine(tp_size=2)), stage.decode(engine(tp_size=2))
-    teller = Teller(decode, lab.release)
-    introduce(decode, stage.prompts(1, TOKENS), prefill)
-    teller.tell()
+    prefill, teller = _told_pair(stage, lab, engine(tp_size=2), engine(tp_size=2))
 
-    _read(stage, prefill, decode, 2)
+    _read(stage, prefill, teller.actor, 2)
 
     shown = teller.tell()
     assert shown["kvpatch_reads_total stock"] == shown[_LOADED["received"]] == 4
@@ -153,10 +157,8 @@ def test_a_peer_that_is_refused(stage: Stage, lab: Lab) -> None:
 
 
 def test_a_peer_that_dies_fails_each_load_once(stage: Stage, lab: Lab) -> None:
-    mortal, decode = stage.prefill(WAYS["staged"][0]), stage.decode(STAGED)
-    teller = Teller(decode, lab.release)
-    introduce(decode, stage.prompts(1, TOKENS), mortal)
-    teller.tell()
+    mortal, teller = _told_pair(stage, lab, *WAYS["staged"])
+    decode = teller.actor
     lost = stage.prompts(3, TOKENS)
     asks = mortal.compute(*lost)
 
@@ -164,7 +166,7 @@ def test_a_peer_that_dies_fails_each_load_once(stage: Stage, lab: Lab) -> None:
     decode.ask(*asks)
     mortal.die()
 
-    assert decode.watch(*lost).failed == names(lost)
+    decode.must_fail(*lost)
     assert teller.tell()[_LOADED["failed"]] == 3
 
 
@@ -176,7 +178,7 @@ def test_blocks_that_p_has_given_away(stage: Stage, lab: Lab) -> None:
     teller.tell()
     kept, ask = scene.fresh(prefill)
     decode.ask(ask)
-    assert decode.watch(kept).received == names([kept])
+    decode.must_receive(kept)
     shown = teller.tell()
     assert shown["kvpatch_load_holds_total held"] == shown["kvpatch_reads_total stock"] == 1
     assert shown[_LOADED["received"]] == 1

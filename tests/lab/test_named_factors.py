@@ -6,6 +6,7 @@ P is stock, and disguised in what it hashes: another version of vLLM, another at
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.peer.accepted_peers import ALIKE
 
-from .case import Case, EngineSpec, Report
+from .case import Case, EngineSpec, Family, Report, Sabotage
 from .disguise import settings
 from .host import Lab
+from .selection import in_turns
 
 pytestmark = [pytest.mark.lab, pytest.mark.on(states_hash=True)]
 
@@ -72,15 +74,11 @@ def pair(p: EngineSpec = SPEC, d: EngineSpec = SPEC, accept: str = "", **disguis
 
 
 def assert_refused(report: Report, *sentences: str) -> None:
-    assert report.outcome == "refused", report
-    for sentence in sentences:
-        assert sentence in report.detail, report.detail
-    assert report.moved_tokens == 0
+    report.must_be("refused", *sentences, moved=0)
 
 
 def assert_identical(report: Report) -> None:
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == TOKENS
+    report.must_be("identical", moved=TOKENS)
 
 
 # -- versions ----------------------------------------------------------------------------
@@ -186,3 +184,76 @@ def test_who_lies_about_its_geometry_is_still_checked_by_it(lab: Lab) -> None:
     report = lab.run(pair(wide, ours, VERSION, **lie))
     assert report.outcome in ("refused", "failed"), report
     assert "compatibility hash mismatch" not in report.detail
+
+
+# -- two backends whose blocks hold the same rows elsewhere, a CPU's by column ----------------
+
+_NAMES_LAYOUTS = pytest.mark.on(names_layouts=True)
+_FAMILIES: tuple[Family, ...] = ("flash", "flashinfer", "triton", "cpu")
+_PAIRS = [(p, d) for p in _FAMILIES for d in _FAMILIES if p != d]
+
+
+def _of(family: Family, **changes: object) -> EngineSpec:
+    return replace(SPEC, family=family, **changes)  # type: ignore[arg-type]
+
+
+def _alike(p: Family, d: Family, **changes: object) -> tuple[EngineSpec, EngineSpec]:
+    return _of(p, **changes), _of(d, **changes)
+
+
+def _unlike_backends() -> Iterator[tuple[EngineSpec, EngineSpec]]:
+    for (p, d), (p_tokens, d_tokens) in in_turns(_PAIRS, [(32, 32), (64, 32), (32, 64)]):
+        yield _of(p, block_tokens=p_tokens), _of(d, block_tokens=d_tokens)
+    yield _of("cpu"), _of("flash", layout="NHD")  # a CPU has one layout, whatever it is called
+    for layout in ("NHD", "HND"):
+        yield _of("flashinfer", layout=layout), _of("flash", layout="NHD")
+    for p, d in _PAIRS:
+        if (p, d) in (("cpu", "flash"), ("flash", "cpu"), ("flashinfer", "flash")):
+            yield _of(p, tp_size=1), _of(d, tp_size=2)
+            yield _of(p, tp_size=2), _of(d, tp_size=1)
+    # With AMX a CPU's bfloat16 is in tiles, which its own D knows; no processor tiles float16.
+    yield _alike("flash", "cpu", dtype="bfloat16")
+    yield _alike("flash", "cpu", dtype="float16")
+    yield _alike("cpu", "flash", dtype="float16")
+
+
+def _name(spec: EngineSpec) -> str:
+    return f"{spec.family} {spec.dtype} {spec.layout} {spec.block_tokens} TP{spec.tp_size}"
+
+
+@_NAMES_LAYOUTS
+@pytest.mark.parametrize(("p", "d"), list(_unlike_backends()), ids=_name)
+def test_unlike_backends_are_read(lab: Lab, p: EngineSpec, d: EngineSpec) -> None:
+    assert_identical(lab.run(pair(p, d, BACKEND)))
+
+
+@_NAMES_LAYOUTS
+def test_a_cpus_keys_that_may_be_in_tiles_are_refused(lab: Lab) -> None:
+    """A handshake says neither the one nor the other."""
+    report = lab.run(pair(*_alike("cpu", "flash", dtype="bfloat16"), BACKEND))
+    assert_refused(report, "the handshake does not say which P is", "--dtype float32")
+
+
+@_NAMES_LAYOUTS
+def test_rows_under_a_backends_name_whose_keys_lie_by_column_are_noticed(lab: Lab) -> None:
+    """P has FlashAttention's tensors, and says that they are a CPU's: as many bytes, elsewhere."""
+    lab.run(pair(accept=BACKEND, backend="CPU_ATTN")).must_be("corrupt")
+
+
+@_NAMES_LAYOUTS
+@pytest.mark.parametrize(
+    ("p", "d", "sabotage"),
+    [
+        ("cpu", "flash", "shift_block"),
+        ("flash", "cpu", "skip_layer"),
+        ("flashinfer", "flash", "flip_byte"),
+    ],
+)
+def test_a_spoilt_cache_is_noticed(lab: Lab, p: Family, d: Family, sabotage: Sabotage) -> None:
+    lab.run(pair(_of(p), _of(d), BACKEND), sabotage=sabotage).must_be("corrupt")
+
+
+@_NAMES_LAYOUTS
+def test_without_the_factor_nothing_is_read(lab: Lab) -> None:
+    report = lab.run(pair(_of("cpu"), _of("flash")))
+    assert_refused(report, "P runs CPU_ATTN; this engine runs FLASH_ATTN")

@@ -6,16 +6,39 @@ release mends it shows here, and the patch can go.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpatch.core.releases import FACTS, ReleaseFacts
 
 from .case import Case, EngineSpec, Report
-from .cases import known_failures
 from .host import Lab
 from .selection import on_every_release
+from .test_like_pairs import pair
 
 pytestmark = pytest.mark.lab
+
+
+def known_failures() -> list[Case]:
+    """Pairs that kvpatch exists for."""
+    p, d = pair(EngineSpec(), 32)
+    nhd_p, nhd_d = pair(EngineSpec(layout="NHD"), 32)
+    share_p, share_d = pair(EngineSpec(layers=34, tensors=5, allocation="shared_tensors"))
+    half = {"allocation": "split_half"}
+    flashinfer_p, flashinfer_d = pair(EngineSpec("flashinfer", "NHD"))
+    return [
+        Case("D over-allocated, twice", p, replace(d, tensor_blocks=64)),
+        Case("D over-allocated, 3 more", p, replace(d, tensor_blocks=35)),
+        Case("P over-allocated, twice", replace(p, tensor_blocks=64), d),
+        Case("both over-allocated", replace(p, tensor_blocks=48), replace(d, tensor_blocks=40)),
+        Case("D under-allocated", p, replace(d, tensor_blocks=28)),
+        Case("34 layers over 5 tensors", share_p, share_d),
+        Case("kvcached split-half NHD", replace(nhd_p, **half), replace(nhd_d, **half)),
+        Case("kvcached split-half P, plain D", replace(nhd_p, **half), nhd_d),
+        Case("FlashInfer split-half", replace(flashinfer_p, **half), replace(flashinfer_d, **half)),
+    ]
+
 
 _CASES = {case.name: case for case in known_failures()}
 

@@ -14,9 +14,9 @@ from tests.releases.cache import tree
 from tests.releases.fetch import fetch
 from tests.releases.renamed import renamed
 
-from .cases import like_pairs
 from .host import Lab
 from .releases import newest
+from .test_like_pairs import like_pairs
 from .unlike import Dimensions, cases
 
 pytestmark = pytest.mark.lab
@@ -27,16 +27,10 @@ _LIKE = next(case for case in like_pairs("HND") if case.name == "HND four at onc
 
 
 @contextmanager
-def _lab(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, str],
-    release: str = newest(),
-    version: str = "0.33.1",
-) -> Iterator[Lab]:
-    renamed(release, version, folder / release, changed)
+def _lab(folder: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> Iterator[Lab]:
+    renamed(newest(), "0.33.1", folder / newest(), changed)
     monkeypatch.setenv("KVPATCH_TEST_CACHE", str(folder))
-    with Lab(release) as opened:
+    with Lab(newest()) as opened:
         yield opened
 
 

@@ -12,7 +12,7 @@ from .case import EngineSpec
 from .host import Lab
 from .releases import registers_cpu_caches
 from .stage import Actor, Raised, Stage
-from .test_several_peers import SPEC, assert_identical, introduce, names
+from .test_several_peers import SPEC, assert_identical, introduce
 
 pytestmark = [
     pytest.mark.lab,
@@ -48,8 +48,7 @@ class Scene:
         """Has D load a prompt; its wrong and total elements."""
         prompt = self.stage.prompt(TOKENS)
         self.decode.ask(*prefill.compute(prompt))
-        seen = self.decode.watch(prompt)
-        assert seen.received == names([prompt]), seen
+        self.decode.must_receive(prompt)
         return self.decode.wrong(prompt)
 
     def checked(self) -> dict[str, int]:
@@ -127,7 +126,7 @@ def test_rows_that_would_end_d_are_refused(lab: Lab) -> None:
         scene = play(stage, CPU)
         prompt = stage.prompt(TOKENS)
         scene.decode.ask(*scene.rows.compute(prompt))
-        assert scene.decode.watch(prompt).failed == names([prompt])
+        scene.decode.must_fail(prompt)
         assert scene.load(scene.like)[0] == 0
     with Stage(lab) as stage, pytest.raises(Raised, match="out of DATA bounds"):
         stock = play(stage, replace(CPU, patched=False, settings=SPEC.settings))

@@ -69,13 +69,19 @@ class Pair:
         return replace(other, number=prompt.number, edits=tuple(edits))
 
     def prefilled(self, prompt: Prompt) -> Ask:
-        """A prompt that P has computed, with P's answer."""
         (served,) = self.prefill.complete(Ask(prompt, json.dumps(TO_BE_READ)))
         assert served.status == _FINISHED
         return Ask(prompt, served.answer)
 
     def decoded(self, prompt: Prompt, answer: str = "") -> Served:
         (served,) = self.decode.complete(Ask(prompt, answer))
+        return served
+
+    def serve(self, prompt: Prompt, answer: str = "") -> Served:
+        """Has D answer a prompt, which both sides' caches hold then."""
+        served = self.decoded(prompt, answer)
+        assert served.status == _FINISHED
+        self.assert_right(prompt)
         return served
 
     def seed(self, prompt: Prompt, tokens: int) -> None:
@@ -140,12 +146,10 @@ def test_other_lengths(pair: Pair, more: int, tokens: int, hit: int) -> None:
     prompt = pair.like(ask.prompt, tokens + more)
     pair.seed(prompt, hit)
 
-    served = pair.decoded(prompt, ask.answer)
+    served = pair.serve(prompt, ask.answer)
 
-    assert served.status == _FINISHED
     if more in (0, 1, 2):
         assert served.computed < prompt.tokens - hit, "something is loaded"
-    pair.assert_right(prompt)
 
 
 @pytest.mark.parametrize("edit", [0, 70, _TOKENS - 1])
@@ -155,13 +159,8 @@ def test_another_token(pair: Pair, edit: int, more: int) -> None:
     ask = pair.prefilled(pair.stage.prompt(_TOKENS))
     prompt = pair.like(ask.prompt, _TOKENS + more, [edit])
 
-    served = pair.decoded(prompt, ask.answer)
-
-    assert served.status == _FINISHED
-    pair.assert_right(prompt)
-    plain = pair.like(ask.prompt)
-    assert pair.decoded(plain).status == _FINISHED
-    pair.assert_right(plain)
+    pair.serve(prompt, ask.answer)
+    pair.serve(pair.like(ask.prompt))
 
 
 @pytest.mark.parametrize(("more", "hit"), in_turns(_LENGTHS, (0, 2 * _BLOCK)))
@@ -194,9 +193,8 @@ def test_p_is_told_of_a_far_shorter_prompt(lab: Lab, pair: Pair) -> None:
     if not FACTS[lab.release].names_remote_request:  # P is told by the name that D's request has
         prompt = replace(prompt, name=ask.prompt.name)
 
-    assert pair.decoded(prompt, ask.answer).status == _FINISHED
+    pair.serve(prompt, ask.answer)
 
-    pair.assert_right(prompt)
     assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}
 
 
@@ -206,8 +204,7 @@ def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
     ask = pair.prefilled(pair.stage.prompt(_TOKENS))
     fields = ("kvpatch_hold", "kvpatch_prompt", "kvpatch_digest")
     answer = {**json.loads(ask.answer), **dict.fromkeys(fields, "")}
-    assert pair.decoded(ask.prompt, json.dumps(answer)).status == _FINISHED
-    pair.assert_right(ask.prompt)
+    pair.serve(ask.prompt, json.dumps(answer))
 
 
 def test_a_longer_prompt_behind_a_shorter_one(stage: Stage, lab: Lab) -> None:
@@ -217,8 +214,7 @@ def test_a_longer_prompt_behind_a_shorter_one(stage: Stage, lab: Lab) -> None:
     for more in (-20, 20):
         ask = pair.prefilled(stage.prompt(_TOKENS))
         prompt = pair.like(ask.prompt, _TOKENS + more)
-        assert pair.decoded(prompt, ask.answer).status == _FINISHED
-        pair.assert_right(prompt)
+        pair.serve(prompt, ask.answer)
 
 
 @pytest.mark.parametrize("model", ["windows", "states"])
@@ -229,15 +225,11 @@ def test_windows_and_states(stage: Stage, lab: Lab, kind: str, model: str) -> No
     for more in _SOME_LENGTHS:
         ask = pair.prefilled(stage.prompt(_TOKENS))
         prompt = pair.like(ask.prompt, _TOKENS + more)
-        served = pair.decoded(prompt, ask.answer)
-        assert served.status == _FINISHED, more
+        served = pair.serve(prompt, ask.answer)
         if not more:
             assert served.computed < _TOKENS, "it is loaded"
-        pair.assert_right(prompt)
     ask = pair.prefilled(stage.prompt(_TOKENS))
-    prompt = pair.like(ask.prompt, edits=[70])
-    assert pair.decoded(prompt, ask.answer).status == _FINISHED
-    pair.assert_right(prompt)
+    pair.serve(pair.like(ask.prompt, edits=[70]), ask.answer)
 
 
 def test_a_cache_that_kvpatch_does_not_read_into(stage: Stage, lab: Lab) -> None:
@@ -253,8 +245,7 @@ def test_a_cache_that_kvpatch_does_not_read_into(stage: Stage, lab: Lab) -> None
         ask = pair.prefilled(stage.prompt(_TOKENS))
         prompt = pair.like(ask.prompt, _TOKENS + more)
         pair.seed(prompt, hit)
-        assert pair.decoded(prompt, ask.answer).status == _FINISHED
-        pair.assert_right(prompt)
+        pair.serve(prompt, ask.answer)
 
 
 @pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
@@ -299,29 +290,23 @@ def test_a_second_request_renews_no_lease(stage: Stage, lab: Lab) -> None:
     assert pair.decode.call("renewed_leases") == []
 
 
-def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
-    """P hears nothing of it: it would give away what the first request still reads."""
+@pytest.mark.parametrize("is_queued", [False, True], ids=["behind a step", "in the queue"])
+def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair, is_queued: bool) -> None:
+    """P hears nothing of it: it would give away what the first request still reads.
+
+    In the queue no step has seen that the first has its answer.
+    """
     ask = pair.prefilled(pair.stage.prompt(_TOKENS))
-    second = pair.like(ask.prompt)
-    assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
     if not _waits_for_first(lab, ask):
         pytest.skip("the second one does not wait")
-    assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
-
-    assert not pair.decode.call("is_told_of", second.name)
-
-    assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
-    assert pair.decode.wrong(ask.prompt)[0] == 0
-
-
-def test_a_second_request_that_is_given_up_in_the_queue(lab: Lab, pair: Pair) -> None:
-    """P hears nothing of that one either: no step has seen that the first has its answer."""
-    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
-    if not _waits_for_first(lab, ask):
-        pytest.skip("an answer has no name")
+    second = Ask(pair.like(ask.prompt), ask.answer)
     assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
 
-    assert not pair.decode.call("give_up_in_queue", Ask(pair.like(ask.prompt), ask.answer))
+    if is_queued:
+        assert not pair.decode.call("give_up_in_queue", second)
+    else:
+        assert pair.decode.call("receive", second) == "WAITING"
+        assert not pair.decode.call("is_told_of", second.prompt.name)
 
     assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
     assert pair.decode.wrong(ask.prompt)[0] == 0
@@ -354,10 +339,8 @@ def test_tokens_that_must_be_shown(stage: Stage, lab: Lab) -> None:
         answer = json.loads(ask.answer)
         if not is_passed_on:
             assert answer.pop(FIELD)
-        served = pair.decoded(ask.prompt, json.dumps(answer))
-        assert served.status == _FINISHED
+        served = pair.serve(ask.prompt, json.dumps(answer))
         assert (served.computed < _TOKENS) == is_passed_on
-        pair.assert_right(ask.prompt)
 
 
 @pytest.mark.parametrize(("more", "edits"), [(-10, []), (0, [70])])

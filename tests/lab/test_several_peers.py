@@ -56,8 +56,7 @@ def introduce(decode: Actor, prompts: Sequence[Prompt], *prefill: Actor) -> None
     """Has D read a prompt from each P: they have shaken hands, and D knows P."""
     for prompt, actor in zip(prompts, prefill, strict=True):
         decode.ask(*actor.compute(prompt))
-    seen = decode.watch(*prompts)
-    assert seen.received == names(prompts), seen
+    decode.must_receive(*prompts)
 
 
 def names(prompts: Sequence[Prompt]) -> set[str]:
@@ -72,8 +71,7 @@ def loaded(prompt: Prompt, release: str) -> int:
 
 def assert_identical(decode: Actor, prompts: Sequence[Prompt], tokens: int) -> None:
     """All of `tokens` arrived as P had them, and nothing else changed in D's memory."""
-    seen = decode.watch(*prompts)
-    assert seen.received == names(prompts), seen
+    decode.must_receive(*prompts)
     wrong, total = decode.wrong(*prompts)
     spec = decode.spec
     assert total == tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim
@@ -185,8 +183,8 @@ def test_a_p_of_many_ranks_that_hangs_leaves_room_for_another(stage: Stage) -> N
         decode.ask(*asks)
         assert decode.watch(late, seconds=0.2).waiting == names([late])
         decode.ask(*well.compute(prompt))
-        assert decode.watch(prompt).received == names([prompt])
-    assert decode.watch(late).received == names([late])
+        decode.must_receive(prompt)
+    decode.must_receive(late)
     assert decode.wrong(late, prompt)[0] == 0
 
 
@@ -211,6 +209,6 @@ def test_another_requests_blocks_are_noticed(scene: Scene) -> None:
 
     scene.decode.ask(*exchanged)
 
-    assert scene.decode.watch(first, second).received == names([first, second])
+    scene.decode.must_receive(first, second)
     wrong, total = scene.decode.wrong(first, second)
     assert wrong > 0.9 * total

@@ -86,25 +86,6 @@ def staged_pair(stage: Stage, *settings: tuple[str, str]) -> tuple[Actor, Actor]
     return stage.prefill(prefill), stage.decode(replace(decode, settings=(*always, *settings)))
 
 
-def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(
-    stage: Stage, lab: Lab
-) -> None:
-    """<= 0.13 a client chooses the name; it may hang up and come again between two steps."""
-    prefill, decode = given_up_reads(lab, stage)
-    first, given_up, other = stage.prompts(3, 300)
-    introduce(decode, [first], prefill)
-    asks = prefill.compute(given_up, other)
-    retry = replace(other, name=given_up.name)
-    prefill.hold()
-    decode.ask(asks[0])
-    decode.call("retry", Ask(retry, asks[1].answer))
-    prefill.go_on()
-
-    assert decode.watch(retry).received == {retry.name}
-    assert decode.wrong(retry)[0] == 0
-    assert decode.left().staging_bytes == 0
-
-
 # no unlike pair here, or none of whose prompts D computes one
 @pytest.mark.on(states_layout=True, states_block_size=False)
 def test_a_retry_under_the_name_of_a_prompt_that_was_computed(stage: Stage) -> None:
@@ -117,8 +98,7 @@ def test_a_retry_under_the_name_of_a_prompt_that_was_computed(stage: Stage) -> N
     assert decode.call("retry", Ask(retry, ask.answer)) == retry.tokens
     time.sleep(_READ_SECONDS)  # the read is over before the step is
 
-    seen = decode.watch(retry, seconds=_WATCH_SECONDS)
-    assert seen.received == {retry.name}, seen
+    decode.must_receive(retry, seconds=_WATCH_SECONDS)
     assert decode.wrong(retry)[0] == 0
 
 

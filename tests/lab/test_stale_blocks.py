@@ -17,7 +17,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
 
 from .case import EngineSpec
-from .engine_api import Ask, Prompt
+from .engine_api import Ask, Left, Prompt
 from .host import Lab
 from .selection import in_turns
 from .stage import Actor, Stage
@@ -55,7 +55,6 @@ class Scene:
     decode: Actor
 
     def fresh(self, actor: Actor) -> tuple[Prompt, Ask]:
-        """A prompt that P has just computed."""
         prompt = self.stage.prompt(TOKENS)
         (ask,) = actor.compute(prompt)
         return prompt, ask
@@ -95,8 +94,7 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
 
     scene.decode.ask(ask)
 
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    scene.decode.must_fail(prompt)
     after, ask_after = scene.fresh(actor)
     scene.decode.ask(ask_after)
     assert_identical(scene.decode, [after], loaded(after, scene.release))
@@ -124,7 +122,7 @@ def test_an_answer_from_before_p_started_anew_is_not_loaded(
 
     decode.ask(answer)
 
-    assert decode.watch(old).failed == names([old])
+    decode.must_fail(old)
     decode.ask(ask)
     assert_identical(decode, [held], loaded(held, lab.release))
 
@@ -137,7 +135,7 @@ def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None
     scene = Scene(stage, lab.release, {}, decode)
     prompt, ask = scene.stale(like)
     decode.ask(ask)
-    assert decode.watch(prompt).failed == names([prompt])
+    decode.must_fail(prompt)
     before, ask = scene.fresh(like)
     decode.ask(ask)
     assert_identical(decode, [before], loaded(before, lab.release))
@@ -176,8 +174,7 @@ def test_from_a_p_without_kvpatch_they_are_wrong_and_nobody_notices(
 
     scene.decode.ask(ask)
 
-    seen = scene.decode.watch(prompt)
-    assert seen.received == names([prompt]), seen
+    scene.decode.must_receive(prompt)
     wrong, total = scene.decode.wrong(prompt)
     assert wrong == total > 0
 
@@ -201,14 +198,13 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
     earlier, ask_earlier = scene.fresh(actor)
     prompt, ask = scene.fresh(actor)
     scene.decode.ask(ask_earlier)
-    assert scene.decode.watch(earlier).received == names([earlier])
+    scene.decode.must_receive(earlier)
     assert actor.heard([earlier]) == names([earlier])
     swapped = json.loads(ask.answer) | {FIELD: json.loads(ask_earlier.answer)[FIELD]}
 
     scene.decode.ask(replace(ask, answer=json.dumps(swapped)))
 
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    scene.decode.must_fail(prompt)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_a_word_at_a_forged_address_fails_its_own_load(
     prompt, ask = scene.fresh(actor)
     forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
     scene.decode.ask(replace(ask, answer=json.dumps(forged)))
-    assert scene.decode.watch(prompt).failed == names([prompt])
+    scene.decode.must_fail(prompt)
     after, ask_after = scene.fresh(actor)
     scene.decode.ask(ask_after)
     assert_identical(scene.decode, [after], loaded(after, scene.release))
@@ -243,7 +239,7 @@ def test_a_word_that_cannot_be_read_proves_nothing_and_turns_no_check_off(
         assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
     prompt, ask = scene.stale(actor)
     scene.decode.ask(ask)
-    assert scene.decode.watch(prompt).failed == names([prompt])
+    scene.decode.must_fail(prompt)
 
 
 def has_policy(release: str) -> bool:
@@ -264,7 +260,7 @@ def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
         actor.hold()
         decode.ask(ask)
         actor.die()
-    assert decode.watch(prompt).failed == names([prompt])
+    decode.must_fail(prompt)
     decode.call("loaded", [prompt.name])
     return prompt
 
@@ -352,15 +348,13 @@ def test_each_rank_is_asked(stage: Stage, lab: Lab, remote_ranks: int, local_ran
     scene = Scene(stage, lab.release, {}, decode)
     prompt, ask = scene.fresh(actor)
     decode.ask(ask)
-    assert decode.watch(prompt).received == names([prompt])
-    assert decode.wrong(prompt)[0] == 0
+    decode.must_hold(prompt)
     assert actor.heard([prompt]) == names([prompt])
     prompt, ask = scene.stale(actor)
 
     decode.ask(ask)
 
-    seen = decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
+    decode.must_fail(prompt)
 
 
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
@@ -376,10 +370,48 @@ def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab
         answer = json.loads(ask.answer)
         answer[FIELD] = answer[FIELD].rpartition(",")[0]
         decode.ask(replace(ask, answer=json.dumps(answer)))
-        seen = decode.watch(prompt)
-        assert seen.failed == names([prompt]), seen
+        decode.must_fail(prompt)
     good = stage.prompt(TOKENS)
     decode.ask(*actor.compute(good))
     assert_identical(decode, [good], loaded(good, lab.release))
     # The rank that was read keeps its part in the release's books.
     assert replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before
+
+
+# -- sleep mode: what NIXL was handed is let go of, and handed to it again ----------------------
+
+_SLEEPS = pytest.mark.on(since="0.33")
+_ASLEEP = {
+    "direct": SPEC,
+    "staged": replace(SPEC, settings=(("KVPATCH_TRANSFER", "staged"),)),
+    "through a host buffer": replace(SPEC, settings=(("KVPATCH_HOST_BUFFER", "always"),)),
+}
+
+
+@_SLEEPS
+@pytest.mark.parametrize("way", _ASLEEP)
+def test_a_heterogeneous_pair_goes_on_after_either_has_slept(stage: Stage, way: str) -> None:
+    remote = stage.prefill(replace(SPEC, block_tokens=16, planned_blocks=400))
+    decode = stage.decode(_ASLEEP[way])
+    for sleepers in ((), (remote,), (decode,), (remote, decode), ()):
+        for sleeper in sleepers:
+            sleeper.call("sleep_and_wake")
+        prompt = stage.load(remote, decode, TOKENS)
+        assert remote.heard([prompt]) == {prompt.name}
+    assert decode.strays() == 0
+    assert decode.left() == Left()
+
+
+@_SLEEPS
+@pytest.mark.parametrize("block_tokens", [SPEC.block_tokens, 16])
+def test_what_p_held_before_it_slept_is_gone(stage: Stage, block_tokens: int) -> None:
+    """Its requests are P's still, but their blocks hold nothing any more."""
+    spec = replace(SPEC, block_tokens=block_tokens, planned_blocks=400)
+    actor, decode = prefill(stage, spec, patched=True), stage.decode(SPEC)
+    prompt = stage.prompt(TOKENS)
+    asks = actor.compute(prompt)
+    actor.call("sleep_and_wake")
+
+    decode.ask(*asks)
+
+    decode.must_fail(prompt)

@@ -138,7 +138,7 @@ def test_no_engine_ends_by_generated_parameters(stage: Stage) -> None:
     assert len(found) >= _SETS * 0.9
     # Some of them are good enough to be loaded, and the others are computed.
     assert {"WAITING_FOR_REMOTE_KVS", "FINISHED_LENGTH_CAPPED"} <= set(found), set(found)
-    _assert_served(stage, prefill, decode)
+    stage.load(prefill, decode, TOKENS)
 
 
 @pytest.mark.one_per_generation
@@ -211,7 +211,7 @@ def test_blocks_that_p_does_not_have_fail_one_load(stage: Stage, lab: Lab, block
     assert not seen.received, seen
     assert not loaded or any(" name" in line for line in seen.logged), seen
     assert not loaded or decode.written(prompt) == 0
-    _assert_served(stage, prefill, decode)
+    stage.load(prefill, decode, TOKENS)
 
 
 #: What a P of some release answers in a field that others do not have.
@@ -292,7 +292,6 @@ class Pair:
         return decode
 
     def ask(self) -> Ask:
-        """A prompt that P has computed."""
         return self.prefill.compute(self._stage.prompt(TOKENS))[0]
 
     def outcome(self, cell: _Cell) -> str:
@@ -368,23 +367,13 @@ def test_a_first_prompt_through_a_typed_proxy(stage: Stage, kind: type) -> None:
     first, second = (_through_a_typed_proxy(stage, prefill, kind) for _ in range(2))
 
     decode.ask(first)
-    assert decode.watch(first.prompt).received == {first.prompt.name}
+    decode.must_receive(first.prompt)
     assert decode.ask(second) == TOKENS, decode.call("logged")
 
-    assert decode.watch(second.prompt).received == {second.prompt.name}
-    assert decode.wrong(second.prompt)[0] == 0
+    decode.must_hold(second.prompt)
 
 
 def _through_a_typed_proxy(stage: Stage, prefill: Actor, kind: type) -> Ask:
     (ask,) = prefill.compute(stage.prompt(TOKENS))
     own = {name: _typed(value, kind) for name, value in json.loads(ask.answer).items()}
     return replace(ask, answer=json.dumps(dict.fromkeys(_OTHERS) | own))
-
-
-def _assert_served(stage: Stage, prefill: Actor, decode: Actor) -> None:
-    """The next good request is read whole."""
-    prompt = stage.prompt(TOKENS)
-    decode.ask(*prefill.compute(prompt))
-    seen = decode.watch(prompt)
-    assert seen.received == {prompt.name}, seen
-    assert decode.wrong(prompt)[0] == 0

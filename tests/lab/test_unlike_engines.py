@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Sabotage
+from .case import Case, EngineSpec, Family, Sabotage
 from .host import Lab
 from .releases import has_tpus, is_full, moves_full_blocks_only, registers_cpu_caches, states_layout
 from .selection import on_every_release
@@ -43,55 +45,50 @@ def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
-def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_tp=1) -> Case:
-    common = {"planned_blocks": 16, "dtype": "float32"}
-    prefill = EngineSpec(family, p_layout, block_tokens=p, tp_size=p_tp, **common)
-    decode = EngineSpec(family, d_layout, block_tokens=d, tp_size=d_tp, **common)
-    return Case(f"{family} {p_layout} {p} to {d_layout} {d}", prefill, decode, prompt_tokens=150)
+def _pair(
+    family: Family = "flash",
+    tokens: tuple[int, int] = (32, 64),
+    layouts: tuple[str, str] = ("HND", "HND"),
+    ranks: tuple[int, int] = (1, 1),
+    head_dim: int = 32,
+) -> Case:
+    p, d = (
+        EngineSpec(
+            *(family, layout, size, 16),
+            dtype="float32",
+            tp_size=ranks_of_side,
+            head_dim=head_dim,
+        )
+        for layout, size, ranks_of_side in zip(layouts, tokens, ranks, strict=True)
+    )
+    return Case(f"{family}, {layouts}, blocks {tokens}, ranks {ranks}", p, d, prompt_tokens=150)
+
+
+def _pairs() -> Iterator[Any]:
+    # A CPU's keys by column; 0.11.1 and 0.11.2 take its heads for the tokens of a block.
+    for tokens in ((128, 32), (32, 128), (96, 64), (32, 32)):
+        yield pytest.param(_pair("cpu", tokens), marks=pytest.mark.on(has=registers_cpu_caches))
+    # A TPU's heads of keys and of values by turns, in one layout, and stated is the one that was
+    # asked for. Unlike ranks releases refuse.
+    for tokens in ((32, 64), (64, 32)):
+        case = _pair("pallas", tokens, head_dim=128)
+        yield pytest.param(case, marks=pytest.mark.on(has=has_tpus))
+    # Heads are split by the plan, in NHD too, where stock refuses or goes wrong.
+    for layout, ranks in itertools.product(("HND", "NHD"), ((1, 2), (2, 1))):
+        yield _pair(layouts=(layout, layout), ranks=ranks)
+    # Each rank has all of a latent, whichever heads of the model are its own.
+    for tokens, ranks in itertools.product(((128, 64), (32, 64)), ((1, 2), (2, 2), (2, 4), (2, 1))):
+        yield _pair("mla", tokens, ("NHD", "NHD"), ranks, head_dim=64)
+
+
+@pytest.mark.parametrize("case", list(_pairs()), ids=lambda case: case.name)
+def test_it_is_identical(lab: Lab, case: Case) -> None:
+    lab.on_d(case).must_be("identical")
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     lab.on_d(_pair(), sabotage=sabotage).must_be("corrupt")
-
-
-@pytest.mark.on(has=registers_cpu_caches)
-@pytest.mark.parametrize(("p", "d"), [(128, 32), (32, 128), (96, 64), (32, 32)])
-def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
-    """0.11.1 and 0.11.2 take its heads for the tokens of a block, on both sides."""
-
-    lab.on_d(_pair("cpu", p, d)).must_be("identical")
-
-
-@pytest.mark.on(has=has_tpus)
-@pytest.mark.parametrize("sizes", [{"p": 32, "d": 64}, {"p": 64, "d": 32}])
-def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) -> None:
-    """They have one layout, and state the one that was asked for. Unlike ranks releases refuse."""
-    case = _pair("pallas", **sizes)
-    case = replace(
-        case, prefill=replace(case.prefill, head_dim=128), decode=replace(case.decode, head_dim=128)
-    )
-
-    lab.on_d(case).must_be("identical")
-
-
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
-def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
-    """Heads are split by the plan, in NHD too, where stock refuses or goes wrong."""
-    case = _pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp)
-    lab.on_d(case).must_be("identical")
-
-
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 2), (2, 4), (2, 1)])
-@pytest.mark.parametrize(("p", "d"), [(128, 64), (32, 64)])
-def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int) -> None:
-    """Each rank has all of a latent, whichever heads of the model are its own."""
-    case = _pair("mla", p, d, "NHD", "NHD", p_tp, d_tp)
-    sides = (replace(side, head_dim=64) for side in (case.prefill, case.decode))
-    case = replace(case, **dict(zip(("prefill", "decode"), sides, strict=True)))
-
-    lab.on_d(case).must_be("identical")
 
 
 # -- what a handshake does not say ---------------------------------------------------------
@@ -140,7 +137,7 @@ def test_stock_reads_items_of_another_size(lab: Lab) -> None:
 
 def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
     """<= 0.21 a step after a handshake that failed raises in stock; later ones fail the load."""
-    report = lab.run(_pair(p=128, d=32).stock())
+    report = lab.run(_pair(tokens=(128, 32)).stock())
 
     survives = Version(lab.release) >= Version("0.22")
     assert report.outcome == ("refused" if survives else "failed"), report

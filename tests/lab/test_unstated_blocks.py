@@ -77,7 +77,7 @@ def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(stage: Stage
 
     for prompt in prompts:
         d.ask(*p.compute(prompt))
-        assert d.watch(prompt).received == {prompt.name}
+        d.must_receive(prompt)
 
     assert d.wrong(*prompts)[0] == 0
     assert not d.unlike()
@@ -94,10 +94,7 @@ def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(
     case = Case("like", own, own, 300).patched(prefill=says == "P states it")
     case = declaring(case, lab.release)
     p, d = stage.start(case.prefill), stage.start(case.decode)
-    prompt = stage.prompt(256)
-    d.ask(*p.compute(prompt))
-    assert d.watch(prompt).received == {prompt.name}
-    assert d.wrong(prompt)[0] == 0
+    stage.load(p, d, 256)
     assert not [line for line in d.call("warned") if _WARNING in line]
 
 

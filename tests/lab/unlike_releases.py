@@ -6,7 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvpatch.core.releases import GENERATIONS, RELEASES
@@ -95,12 +95,7 @@ class Labs:
     def __enter__(self) -> Labs:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         while self._open:
             self._open.popitem()[1].close()
         self._models.cleanup()
@@ -123,7 +118,6 @@ class Labs:
         sabotage: Sabotage | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
-        """Plays a case with P and D of these releases."""
         prefill = self.of(pair.prefill)
         decode = self.of(pair.decode, pair.prefill)
         return decode.run(case, sabotage, of_prefill=prefill, extra=extra)

@@ -1,7 +1,7 @@
 """kvcached's own patch is put aside exactly, in either order, and put back by undo.
 
 STAND-IN: a module that replaces methods as kvcached's does. The real one, on real
-releases, is played by tests/lab/test_kvcacheds_own_patch.py.
+releases, is played by tests/lab/test_kvcached.py.
 """
 
 from __future__ import annotations

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pytest
 
 from kvpatch.core.installed import installed_facts
 from kvpatch.tools.verify.engine import Engine
@@ -21,17 +18,13 @@ from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabula
 from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups
 from tests.bad_params import bad_params
 
+from .commands import ENGINES
 from .described import disagreements
 
 if TYPE_CHECKING:
     import httpx
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
-    ),
-]
+pytestmark = ENGINES
 
 _ANSWER = 8
 _TOKENS = 150
@@ -169,7 +162,6 @@ async def _offer_to_stock(pair: Pair) -> list[str]:
     return ["a stock engine serves on without remote_block_ids"]
 
 
-@pytest.mark.engines
 def test_bad_requests_fail_alone(tmp_path: Path) -> None:
     """The engines run anyway, so that they are held against their descriptions as well."""
     wrong = asyncio.run(_play(tmp_path))

@@ -1,4 +1,4 @@
-"""What the drill does and counts, with stand-ins for engines (no vLLM)."""
+"""What the drill and a rolling upgrade do and count, with stand-ins for engines (no vLLM)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from experiments import drill  # noqa: E402
+from experiments import drill, rolling_upgrade  # noqa: E402
 from experiments.engines import routed  # noqa: E402
 from experiments.engines.routed import Asked, Outcome, Play, Prompt, settled  # noqa: E402
+from experiments.rolling_upgrade import Phase  # noqa: E402
 
 pytestmark = pytest.mark.serving
 
@@ -30,18 +31,13 @@ _ROW = drill.Row(
     broken_at_p=0,
     broken_at_d=0,
     no_answer=0,
-    failed_after=0,
-    restarts_decode=False,
     again_right=4,
     again_wrong=0,
     again_failed=0,
-    expired=4,
     counted_at_p=0,
     counted_at_d=4,
-    transfers=4,
     ended=[],
     said={},
-    seconds=1.0,
 )
 
 
@@ -132,3 +128,51 @@ def test_an_answer_is_judged_by_status_and_tokens(
 
     found = asyncio.run(served())
     assert (found.kind, found.said) == expected
+
+
+# -- a rolling upgrade ----------------------------------------------------------------------
+
+_PHASE = Phase(
+    engines="kvpatch on D",
+    old="1.0",
+    new="2.0",
+    order="P first",
+    way="beside",
+    between="1.0 → 1.0",
+    requests=8,
+    right=8,
+    wrong=0,
+    failed_at_p=0,
+    failed_at_d=0,
+    broken_at_p=0,
+    broken_at_d=0,
+    no_answer=0,
+    said={},
+    reads=8,
+)
+
+
+def _missed_in(*rows: Phase) -> list[str]:
+    return [goal.name for goal in rolling_upgrade.goals(rows) if not goal.is_met]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"wrong": 1}, ["P first, beside, 1.0 → 1.0: wrong answers"]),
+        ({"no_answer": 1}, ["P first, beside, 1.0 → 1.0: without an answer"]),
+        ({"failed_at_d": 1}, ["P first, beside, 1.0 → 1.0: failures"]),
+        ({"reads": 7}, ["P first, beside: reads for 8 answers"]),
+        ({"way": "killed", "between": "P is replaced, 1.0 → 1.0", "broken_at_p": 8}, []),
+    ],
+)
+def test_what_must_be_so_with_kvpatch(changes: dict[str, Any], missed: list[str]) -> None:
+    assert _missed_in(replace(_PHASE, **changes)) == missed
+
+
+def test_a_stock_fleet_that_takes_no_harm_has_tried_nothing() -> None:
+    unharmed = replace(_PHASE, engines="stock")
+
+    assert _missed_in(unharmed) == ["stock: wrong or failed at D"]
+    assert _missed_in(replace(unharmed, failed_at_d=1)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvpatch.core.errors import BadOptions, EngineFailed
@@ -19,6 +21,8 @@ from kvpatch.tools.verify import engine
 from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.tools.verify.run import Serving
 from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups, require_comparable
+
+from .commands import NEEDS_VLLM, ROOT, run
 
 pytestmark = pytest.mark.serving
 
@@ -42,8 +46,8 @@ def _group_is_empty(group: int) -> bool:
     return all(state.startswith("Z") for pgid, state in members if int(pgid) == group)
 
 
-def _wait(condition: object, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait(condition: object) -> None:
+    deadline = time.monotonic() + 20
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
@@ -69,45 +73,27 @@ def test_stopping_ends_children_that_ignore_it(fake_engine: Engine) -> None:
     stop_all([fake_engine])  # harmless
 
 
+_LOST_ITS_PORT = """
+    import pathlib, sys, time
+    once = pathlib.Path(sys.argv[1])
+    if once.exists():
+        raise SystemExit("second start")
+    once.touch()
+    print("zmq.error.ZMQError: Address already in use", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [("raise SystemExit('no room')", "no room"), (_LOST_ITS_PORT, "second start")],
+    ids=["ends", "has lost its port, and is started again"],
+)
 def test_a_server_that_ends_is_reported_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
 ) -> None:
-    import asyncio
-
-    import httpx
-
-    monkeypatch.setattr(
-        engine, "command", lambda spec, port: [sys.executable, "-c", "raise SystemExit('no room')"]
-    )
-    started = Engine(_SPEC, tmp_path / "fake.log")
-
-    async def wait() -> None:
-        async with httpx.AsyncClient() as client:
-            await started.ready(client, 30.0)
-
-    started.start()
-    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*no room"):
-        asyncio.run(wait())
-    started.stop()
-
-
-def test_a_server_that_lost_its_port_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import asyncio
-
-    import httpx
-
-    marker = tmp_path / "once"
-    script = (
-        "import pathlib, sys, time; once = pathlib.Path(sys.argv[1])\n"
-        "if once.exists(): raise SystemExit('second start')\n"
-        "once.touch(); print('zmq.error.ZMQError: Address already in use', flush=True)\n"
-        "time.sleep(600)"
-    )
-    monkeypatch.setattr(
-        engine, "command", lambda spec, port: [sys.executable, "-c", script, str(marker)]
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "once")]
+    monkeypatch.setattr(engine, "command", lambda spec, port: command)
     started = Engine(_SPEC, tmp_path / "fake.log")
 
     async def wait() -> None:
@@ -115,7 +101,7 @@ def test_a_server_that_lost_its_port_is_started_again(
             await started.ready(client, 60.0)
 
     started.start()
-    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*second start"):
+    with pytest.raises(EngineFailed, match=f"ended with status 1(.|\n)*{says}"):
         asyncio.run(wait())
     started.stop()
 
@@ -142,12 +128,11 @@ def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) 
                 raise SystemExit(128 + stopped.number)
         """)
     )
-    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
@@ -242,3 +227,11 @@ def test_other_bad_options_are_refused(tmp_path: Path) -> None:
     assert [setup.name for setup in some] == ["single", "kvpatch"]
     with pytest.raises(BadOptions, match="cannot split"):
         build_setups(Options(tmp_path, p_args="--a 'b"), "model")
+
+
+@NEEDS_VLLM
+def test_a_release_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    command = "-m", "kvpatch.tools.cli", "verify", "--work-dir", str(tmp_path)
+    done = run(*command, "--release", "0.1.0")
+    assert done.returncode == 2
+    assert "expected vLLM 0.1.0, found" in done.stderr

@@ -24,9 +24,9 @@ _TOKENS = 41
 _CONTENTS = (Content.KEY, Content.VALUE)
 
 
-def _content(seed: int = 0) -> dict[Content, np.ndarray]:
+def _content() -> dict[Content, np.ndarray]:
     """Random bytes [token, head, channel, byte] for keys and values."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shape = (_TOKENS, _HEADS, _CHANNELS, _ITEM_BYTES)
     return {content: rng.integers(0, 256, shape, dtype=np.uint8) for content in _CONTENTS}
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,31 +13,23 @@ import pytest
 
 from tests.lab.releases import is_full
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed here"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
-    ),
-]
+from .commands import ENGINES, ROOT, succeed
 
-_SCRIPT = Path(__file__).parent / "ray_actors.py"
+pytestmark = [
+    *ENGINES,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed here"),
+]
 
 
 def test_actors_have_kvpatch_or_say_that_they_lack_it() -> None:
-    root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(
-        [sys.executable, str(_SCRIPT)],
-        env=os.environ | {"ENABLE_KVPATCH": "true", "PYTHONPATH": root, "VLLM_NO_USAGE_STATS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    variables = {"ENABLE_KVPATCH": "true", "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
+    said = succeed(
+        *(sys.executable, str(Path(__file__).parent / "ray_actors.py")),
+        seconds=600,
+        variables=os.environ | variables,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
 
-    copied, left_behind = json.loads(done.stdout.splitlines()[-1])
+    copied, left_behind = json.loads(said.splitlines()[-1])
 
     assert copied == {"nodes": 2, "enabled": [True, True], "taken": [5, 5]}
     assert left_behind["enabled"] == [False, False]
@@ -51,20 +42,16 @@ def test_actors_have_kvpatch_or_say_that_they_lack_it() -> None:
 )
 def test_engines_whose_ranks_are_actors(tmp_path: Path) -> None:
     """With kvpatch in the actors all is identical; without it D computes, and says why."""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "experiments" / "ray_cluster.py"), "--work-dir", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
+    said = succeed(
+        *(sys.executable, str(ROOT / "experiments" / "ray_cluster.py")),
+        *("--work-dir", str(tmp_path)),
+        seconds=1200,
+        variables=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
 
-    assert "all 23 identical to alone" in done.stdout
-    assert "negative control: differs (as it must), 3 of 3" in done.stdout
-    assert "identical: as it must be" in done.stdout
-    assert "computed: as it must be" in done.stdout
+    assert "all 23 identical to alone" in said
+    assert "negative control: differs (as it must), 3 of 3" in said
+    assert "identical: as it must be" in said
+    assert "computed: as it must be" in said
     copied = (tmp_path / "copied.log").read_text()
     assert len(set(re.findall(r"RayWorkerProc pid=(\d+)", copied))) == 2

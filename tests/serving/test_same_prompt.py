@@ -6,7 +6,6 @@ P and D have a side channel key, and strangers come to P's port before D does.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import shlex
@@ -29,16 +28,12 @@ from kvpatch.tools.verify.setups import Options, build_setups
 from tests.lab.side_channel import ask, question
 from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 
+from .commands import ENGINES
+
 if TYPE_CHECKING:
     import httpx
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.engines,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
-    ),
-]
+pytestmark = ENGINES
 
 _ANSWER, _TOKENS = 12, 137
 _LARGE = 2**27
@@ -75,12 +70,10 @@ class Pair:
     async def answer(
         self, engine: Engine, request: Request, params: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """The tokens of an answer."""
         found = await complete(self._client, engine.url, request, _ANSWER, params)
         return found.token_ids
 
     async def prefilled(self, prompt: tuple[int, ...]) -> dict[str, Any]:
-        """P's answer to a prompt."""
         return await prefill(self._client, self.prefill.url, self.request(prompt))
 
     async def turn(

@@ -46,7 +46,6 @@ def upstream() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def source(upstream: ModuleType) -> Path:
-    """The release's test tree; fetched once."""
     upstream.check_environment(_RELEASE)
     folder = _ROOT / ".cache" / f"upstream-{_RELEASE}"
     upstream.write_models(folder / "hub-home" / "hub")

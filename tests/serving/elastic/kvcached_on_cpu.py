@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import wrapt
 
-from tests.lab import kvcached_planned as planned
 from tests.lab import kvcached_standin as standin
 
 #: Blocks with a prefix that stay when nobody uses them; the next ones shrink the cache.
@@ -33,7 +32,6 @@ _OVERCOMMIT = 2
 
 
 def register() -> None:
-    """Called in every process of vLLM."""
     if os.environ.get("ENABLE_KVCACHED") != "true":
         return
     elastic = Elastic()
@@ -67,7 +65,7 @@ class Elastic:
     def _allocate(
         self, config: Any, device: Any, layout: Any, kernel_block_sizes: Any = None
     ) -> Mapping[str, torch.Tensor]:
-        found = planned.allocate(
+        found = standin.allocate_planned(
             config,
             layout.name,
             kernel_block_sizes or [],

@@ -14,7 +14,6 @@ DEVICE_TYPE = "strange"
 
 
 def register() -> str:
-    """Called in every process of vLLM; where the platform's class is."""
     # So that torch takes the name for a device's; nothing is ever put on one.
     torch.utils.rename_privateuse1_backend(DEVICE_TYPE)
     return "strange_platform.StrangePlatform"

@@ -16,7 +16,6 @@ _WAIT_US = 200
 
 
 def register() -> None:
-    """Called in every process of vLLM."""
     bindings = import_module("nixl._api").nixl_agent.__init__.__globals__["nixlBind"]
     make = bindings.nixlAgent
 
