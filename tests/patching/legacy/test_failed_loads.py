@@ -26,14 +26,6 @@ pytestmark = pytest.mark.patching
 
 
 class TestSeveralGroups:
-    def test_the_blocks_of_all_groups_of_a_failed_load_are_invalid_once(self):
-        failures = FailedGroupLoads()
-        failures.add("a")
-        loading = {"a": ([1, 2], [0, 5]), "b": ([3], [4])}
-        assert failures.report({"a", "b"}, loading) == {"a", "b"}
-        assert failures.take_invalid() == {1, 2, 5}, "block 0 stands for none"
-        assert failures.take_invalid() == set()
-
     def test_a_failure_of_one_transfer_of_several_is_kept_until_all_are_done(self):
         failures = FailedGroupLoads()
         failures.add("a")
