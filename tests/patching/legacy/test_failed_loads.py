@@ -11,16 +11,13 @@ from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
-from kvpatch.core.releases import FACTS
 from kvpatch.legacy.failed_loads import (
     FailedGroupLoads,
     FailedRequests,
     pop_one_by_one,
     whole_requests,
 )
-from kvpatch.patches.failed_loads import PATCH
 
 pytestmark = pytest.mark.patching
 
@@ -229,8 +226,3 @@ class TestBrokenReads:
         pop_one_by_one(worker, _pop_done(worker, _Disconnected("gone")), transfers, failed.append)
 
         assert (failed, transfers) == (["broken"], {})
-
-
-def test_every_release_before_0_30_has_it():
-    have_it = [name for name, facts in FACTS.items() if PATCH.sites(facts)]
-    assert have_it == [name for name in FACTS if Version(name) < Version("0.30")]
