@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from kvpatch import geometry
@@ -16,7 +15,6 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.tensor_facts import Memory
 
 from .reference import byte_offset
-from .whole_caches import as_array
 
 pytestmark = pytest.mark.geometry
 
@@ -65,23 +63,6 @@ def test_byte_offset_and_span() -> None:
 
 def test_span_without_the_gap_behind_the_last_block() -> None:
     assert plane(strides_bytes=Strides(500, 48, 12, 4)).span() == (1000, 1000 + 500 + 96)
-
-
-def test_as_array_is_a_writable_view_where_the_buffer_is() -> None:
-    buffer = bytearray(range(200))
-    view = as_array(plane(address=1004), buffer, 1000)
-    assert view.shape == (2, 2, 4, 3, 4)
-    assert view[1, 0, 2, 1].tolist() == list(range(128, 132))
-    view[0, 1, 0, 0] = 255
-    assert buffer[52:56] == b"\xff" * 4
-    assert not as_array(plane(address=1004), bytes(200), 1000).flags.writeable
-
-
-@pytest.mark.parametrize(("address", "size"), [(1000, 191), (1001, 192), (999, 192)])
-def test_as_array_refuses_a_buffer_that_is_too_small(address: int, size: int) -> None:
-    assert as_array(plane(address=1000), np.zeros(192, np.uint8), 1000).size == 192
-    with pytest.raises(AssertionError, match=r"model\.layers\.3\.attn.*(before|behind)"):
-        as_array(plane(address=address), np.zeros(size, np.uint8), 1000)
 
 
 @pytest.mark.parametrize(

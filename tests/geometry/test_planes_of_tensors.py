@@ -165,30 +165,6 @@ def test_reading_gives_the_logical_content(drawn: Any) -> None:
     assert sum(prod(plane.counts) for plane in planes) == tensor.size
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_cpu_cache_as_its_kernel_addresses_it(packed: bool) -> None:
-    """Keys [channel, slot] and values [slot, channel], as a plain index into flat memory."""
-    blocks, heads, tokens, channels = 3, 2, 4, 5
-    total = 2 * blocks * heads * tokens * channels
-    storage = np.arange(total, dtype=np.uint16)
-    shape = (
-        (blocks, heads, tokens, 2 * channels) if packed else (2, blocks, heads, tokens, channels)
-    )
-    keys, values = read_planes(LAYER, facts(shape), PACKED if packed else CPU, COLUMN)
-    piece = tokens * channels
-    for block in range(blocks):
-        for head in range(heads):
-            number = block * heads + head
-            key_start = 2 * number * piece if packed else number * piece
-            value_start = key_start + (piece if packed else total // 2)
-            for token in range(tokens):
-                for channel in range(channels):
-                    key = as_array(keys, storage, BASE)[block, head, token, channel]
-                    value = as_array(values, storage, BASE)[block, head, token, channel]
-                    assert int(key.view(np.uint16)[0]) == key_start + channel * tokens + token
-                    assert int(value.view(np.uint16)[0]) == value_start + token * channels + channel
-
-
 REFUSED: dict[str, tuple[TensorFacts, DimensionOrder, KeyOrder, str]] = {
     "no blocks": (facts((2, 0, 4, 3, 8), strides=(1, 96, 24, 8, 1)), REGIONS, ROW, "0 blocks"),
     "no channels": (facts((5, 4, 0), strides=(1, 1, 1)), MLA, ROW, "0 channels"),

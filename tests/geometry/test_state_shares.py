@@ -86,35 +86,6 @@ def test_ranks_alike_are_one_run(states, ranks, data):
 
 #: Mamba2's: 8 channels of x, 4 of B and 4 of C, 3 positions of 2 bytes; 4 heads of 10 bytes.
 _MAMBA2 = (SharedState(6, (Part(8), Part(4), Part(4))), SharedState(10, (Part(4),)))
-_WHOLE = Part(4, is_copied=True)
-
-
-def test_one_rank_to_the_second_of_two():
-    found = shared_runs(_MAMBA2, Rank(0, 1), Rank(1, 2))
-
-    assert found == (
-        StateRun(4 * 6, 0, 4 * 6),
-        StateRun(10 * 6, 4 * 6, 2 * 6),
-        StateRun(14 * 6, 6 * 6, 2 * 6),
-        StateRun(16 * 6 + 20, 8 * 6, 20),
-    )
-
-
-def test_one_group_is_whole_on_every_rank():
-    states = (SharedState(6, (Part(8), _WHOLE, _WHOLE)), _MAMBA2[1])
-
-    assert shared_runs(states, Rank(0, 1), Rank(1, 2)) == (
-        StateRun(4 * 6, 0, 12 * 6),  # the second half of x, and all that is behind it
-        StateRun(16 * 6 + 20, 12 * 6, 20),
-    )
-    assert shared_runs(states, Rank(0, 1), Rank(0, 2)) == (
-        StateRun(0, 0, 4 * 6),
-        StateRun(8 * 6, 4 * 6, 8 * 6 + 20),
-    )
-    assert shared_runs(states, Rank(1, 2), Rank(0, 1)) == (
-        StateRun(0, 4 * 6, 4 * 6),
-        StateRun(12 * 6, 16 * 6 + 20, 20),
-    )
 
 
 @pytest.mark.parametrize(("remote", "local"), [(Rank(0, 3), Rank(0, 1)), (Rank(0, 1), Rank(0, 8))])

@@ -93,16 +93,17 @@ def test_planes_show_the_rows_that_were_packed(order: KeyOrder, tokens: int, cha
     assert (min(a for a, _ in spans), max(b for _, b in spans)) == (SOURCE, SOURCE + len(raw))
 
 
+@pytest.mark.parametrize("order", [KeyOrder.COLUMN_MAJOR, KeyOrder.TILED])
 @pytest.mark.parametrize("tokens", [32, 64])
-def test_keys_and_values_apart(tokens: int) -> None:
+def test_keys_and_values_apart(order: KeyOrder, tokens: int) -> None:
     """<= 0.22 all keys come first."""
     rows = rows_of(1, tokens)
-    raw = packed_keys(rows[0]).tobytes() + packed_values(rows[1]).tobytes()
+    raw = b"".join(pack(part).tobytes() for pack, part in zip(PACKERS[order], rows, strict=True))
     channels, heads = 32, _HEADS
     shape = 2, _BLOCKS, heads, tokens, channels
     strides = [int(np.prod(shape[n + 1 :])) for n in range(5)]
     facts = TensorFacts(SOURCE, shape, tuple(strides), 2, DRAM, SOURCE, len(raw))
-    planes = read_planes("layer.0", facts, KEYS_FIRST, KeyOrder.TILED)
+    planes = read_planes("layer.0", facts, KEYS_FIRST, order)
 
     for plane, wanted in zip(planes, rows, strict=True):
         assert as_array(plane, raw, SOURCE).view(np.uint16)[..., 0].tobytes() == wanted.tobytes()

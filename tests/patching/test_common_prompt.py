@@ -41,9 +41,13 @@ class _Request:
 def _scheduler(release: str = "0.21.0", *, caches: bool = True, ranks: int = 1) -> Any:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=caches),
-        parallel_config=SimpleNamespace(world_size=ranks),
+        parallel_config=SimpleNamespace(
+            world_size=ranks, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
     )
-    found = SimpleNamespace(vllm_config=config, is_bidirectional_kv_xfer_enabled=False)
+    found = SimpleNamespace(
+        vllm_config=config, block_size=16, is_bidirectional_kv_xfer_enabled=False
+    )
     vars(scheduler_state(found))["facts"] = FACTS[release]
     return found
 
@@ -140,7 +144,6 @@ def test_answers_without_a_name_are_each_their_own() -> None:
 def test_slots_for_drafted_tokens_hold_none_of_the_prompt(method: str | None, sure: int) -> None:
     """A stock P of 31 tokens names three blocks of 16 where it drafts four (<= 0.20)."""
     scheduler = _scheduler("0.14.1")
-    scheduler.block_size = 16
     scheduler.vllm_config.speculative_config = (
         None if method is None else SimpleNamespace(method=method, num_speculative_tokens=4)
     )
@@ -155,7 +158,7 @@ def test_a_p_of_larger_blocks_is_not_taken_for_an_equal_one_for_good(
 ) -> None:
     """It was, by a trimmed prompt; of an equal one, whose prompts are shorter, a part is loaded."""
     scheduler, facts = _scheduler("0.14.1"), FACTS["0.14.1"]
-    scheduler.block_size, scheduler.vllm_config.speculative_config = 16, None
+    scheduler.vllm_config.speculative_config = None
     peers = scheduler_state(scheduler).equal_peers
     assert peers.learn("P", 4, 4)
     for tokens in (100, 150, 200, 250):
@@ -172,12 +175,9 @@ def test_a_count_that_is_none_ends_no_engine(stated: object) -> None:
     """As it comes where the patch transfer_params is off; stock looks at none for such a load."""
     scheduler = _scheduler()
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
-    scheduler.vllm_config.parallel_config = SimpleNamespace(
-        decode_context_parallel_size=1, prefill_context_parallel_size=1
-    )
     request = _Request()
     request.kv_transfer_params |= {"remote_engine_id": "P", "remote_num_tokens": stated}
-    scheduler.block_size, request.num_tokens = 16, 137
+    request.num_tokens = 137
     assert PromptLoads().plan(scheduler, request, 0, 137) == 137
 
 
@@ -217,12 +217,9 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
     stated = str(state_prompt(answered, 145, names_images=True))
     request.kv_transfer_params |= {"remote_num_tokens": 145, FIELD: stated}
     scheduler = _scheduler("0.33.0")
-    scheduler.block_size, scheduler._is_hma_required = 16, True
+    scheduler._is_hma_required = True
     group = SimpleNamespace(kv_cache_spec=kind(sliding_window=40, block_size=16))
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-    scheduler.vllm_config.parallel_config = SimpleNamespace(
-        decode_context_parallel_size=1, prefill_context_parallel_size=1
-    )
 
     assert PromptLoads().plan(scheduler, request, 0, min(145, prompt)) == loaded
     assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
@@ -242,10 +239,6 @@ def test_a_gap_is_behind_the_first_block(
 def test_a_window_names_the_null_block_where_no_scheduler_knows_its_groups() -> None:
     """<= 0.17, of a model whose layers all have windows."""
     request, scheduler = _Request(), _scheduler("0.17.1")
-    scheduler.block_size = 16
-    scheduler.vllm_config.parallel_config = SimpleNamespace(
-        decode_context_parallel_size=1, prefill_context_parallel_size=1
-    )
     request.num_tokens = 64
     request.kv_transfer_params |= {"remote_block_ids": [0, 0, 7, 8], "remote_engine_id": "P"}
     assert PromptLoads().plan(scheduler, request, 0, 64) == 64
@@ -277,7 +270,7 @@ def test_what_p_pushes_is_the_prompt(prompt: int, held: int, edit: int | None, l
     vars(request).update(prompt_token_ids=own, mm_features=[])
     vars(request)["lora_request"] = None
     scheduler = _scheduler("0.33.0")
-    scheduler.block_size, scheduler.kv_cache_config = 16, SimpleNamespace(kv_cache_groups=[])
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
     stopped: list[str] = []
     scheduler._stop_heartbeat = stopped.append
 

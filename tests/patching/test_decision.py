@@ -108,6 +108,7 @@ _COPIED = StateDivision((SharedState(8, (Part(64), Part(64, is_copied=True))),),
 
 _INDEXER = Kind(Holds.WHOLE, "an indexer's values and scales")
 _POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
+_STRANGE = unknown("strange.Backend")
 _CUTS = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
 
 #: name: our side, the peer, what becomes of it; of a refusal the words of its cure.
@@ -182,7 +183,19 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     ),
     "whole blocks, like us": (lambda: whole(_INDEXER), peer, Stock),
     "a kind that nobody knows": (
-        lambda: whole(unknown("strange.Backend")), lambda: peer(block_tokens=64),
+        lambda: whole(_STRANGE), lambda: peer(block_tokens=64),
+        "VLLM_KV_CACHE_LAYOUT on both sides",
+    ),
+    "a kind that nobody knows, like us": (lambda: whole(_STRANGE), peer, Stock),
+    "a kind that nobody knows, cut into parts": (
+        lambda: whole(_STRANGE), lambda: peer(physical_blocks_per_logical_kv_block=2),
+        "VLLM_KV_CACHE_LAYOUT on both sides",
+    ),
+    "a kind that nobody knows, of other ranks": (
+        lambda: whole(_STRANGE), lambda: peer(0, 2), "VLLM_KV_CACHE_LAYOUT on both sides",
+    ),
+    "a kind that nobody knows, in another layout": (
+        lambda: whole(_STRANGE), lambda: peer(kv_cache_layout="LBNHC"),
         "VLLM_KV_CACHE_LAYOUT on both sides",
     ),
     "ranks that share out tokens": (

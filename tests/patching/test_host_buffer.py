@@ -32,39 +32,33 @@ ALONE = {
 KNOWN = {"cuda": ("cuda", "cpu"), "xpu": ("cpu",), "tpu": ("cpu",), "cpu": ("cpu",)}
 
 
+#: Of <= 0.11.0, which has no mirror.
+KNOWN_FIRST = {"cuda": ("cuda",)}
+
+
 class TestIsWanted:
     @pytest.mark.parametrize(
-        ("device", "buffer_device", "expected"),
+        ("mode", "device", "buffer_device", "known", "expected"),
         [
-            ("cpu", "cpu", False),
-            ("cuda", "cuda", False),
-            ("cuda", "cpu", False),  # the release's own mirror stays
-            ("xpu", "cpu", False),
-            ("tpu", "cpu", True),  # whose tensors have no storage
-            ("npu", "npu", True),
-            ("npu", "cuda", True),
+            ("auto", "cpu", "cpu", KNOWN, False),
+            ("auto", "cuda", "cuda", KNOWN, False),
+            ("auto", "cuda", "cpu", KNOWN, False),  # the release's own mirror stays
+            ("auto", "xpu", "cpu", KNOWN, False),
+            ("auto", "tpu", "cpu", KNOWN, True),  # whose tensors have no storage
+            ("auto", "npu", "npu", KNOWN, True),
+            ("auto", "npu", "cuda", KNOWN, True),
+            ("auto", "cpu", "cpu", KNOWN_FIRST, False),
+            ("auto", "cuda", "cpu", KNOWN_FIRST, True),
+            *(("always", device, "cuda", KNOWN, True) for device in ("cpu", "cuda", "npu")),
+            ("never", "cpu", "cpu", KNOWN, False),
+            ("never", "cuda", "cuda", KNOWN, False),
+            ("never", "cuda", "cpu", KNOWN, False),
         ],
     )
     def test_by_itself_where_the_device_cannot_be_registered(
-        self, device: str, buffer_device: str, expected: bool
+        self, mode: Any, device: str, buffer_device: str, known: Any, expected: bool
     ) -> None:
-        assert is_wanted("auto", device, buffer_device, KNOWN) is expected
-
-    def test_not_on_a_cpu_that_the_release_does_not_know(self) -> None:
-        assert not is_wanted("auto", "cpu", "cpu", {"cuda": ("cuda",)})
-
-    def test_by_itself_where_the_release_has_no_mirror(self) -> None:
-        assert is_wanted("auto", "cuda", "cpu", {"cuda": ("cuda",)})  # <= 0.11.0
-
-    @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-    def test_always(self, device: str) -> None:
-        assert is_wanted("always", device, "cuda", KNOWN)
-
-    @pytest.mark.parametrize(
-        ("device", "buffer"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu")]
-    )
-    def test_never(self, device: str, buffer: str) -> None:
-        assert not is_wanted("never", device, buffer, KNOWN)
+        assert is_wanted(mode, device, buffer_device, known) is expected
 
     @pytest.mark.parametrize(
         ("device", "buffer_device", "fact"),

@@ -13,7 +13,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.decision import Decision, LocalCache, Stock, decide, is_compatible
+from kvpatch.peer.decision import Decision, LocalCache, Stock, decide
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.cache_kinds import (
@@ -31,6 +31,7 @@ from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import worker_of
+from .test_decision import whole
 from .test_remote_geometry import _stated, ours_of, stating
 
 pytestmark = pytest.mark.patching
@@ -166,40 +167,13 @@ def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
 
 
-def _unknown():
-    _, ours = ours_of()
-    kind = kind_of_backend(STRANGE)
-    layers = {
-        name: replace(
-            cache, kind=kind, planes=tuple(replace(p, is_whole=True) for p in cache.planes)
-        )
-        for name, cache in ours.layers.items()
-    }
-    return replace(ours, layers=layers)
-
-
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
-    peer = _stated(block_tokens=16)
+    """And named to all others, of which test_decision.py has each."""
+    unknown = whole(kind_of_backend(STRANGE)).geometry
 
-    assert is_compatible(_unknown(), peer)
-    assert peer_regions(_unknown(), peer)  # as behind a host buffer
-
-
-@pytest.mark.parametrize(
-    ("stated", "tp_size"),
-    [
-        ({"block_tokens": 64}, 1),
-        ({"block_tokens": 16, "physical_blocks_per_logical_kv_block": 2}, 1),
-        ({"block_tokens": 16}, 2),
-        ({"block_tokens": 16, "kv_cache_layout": "LBNHC"}, 1),
-    ],
-)
-def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) -> None:
-    peer = _stated(0, tp_size, **stated)
-
-    assert not is_compatible(_unknown(), peer)
+    assert peer_regions(unknown, _stated(block_tokens=16))  # as behind a host buffer
     with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
-        peer_regions(_unknown(), peer)
+        peer_regions(unknown, _stated(block_tokens=64))
 
 
 def _spec(name: str, **stated: object) -> object:

@@ -10,7 +10,6 @@ from itertools import chain, combinations
 from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.ledger import Ledger, Site, Step
@@ -40,7 +39,6 @@ DOES = {
 _LAST = "named_factors"
 #: Those that say themselves what is done.
 PARTS = {"host_buffer", "failed_loads", "stale_blocks", "digests", "metrics"}
-ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
 
 
 @pytest.fixture
@@ -179,21 +177,3 @@ def test_in_push_mode_nothing_goes_through_a_host_buffer(taken):
     with pytest.raises(RegistrationRefused, match="push mode"):
         worker.register_kv_caches(TENSORS)
     assert taken == []
-
-
-def test_which_patches_have_a_step():
-    """Layers that share tensors <= 0.10.1.1, failed loads from 0.11.1 to 0.29, holds from there.
-
-    Hashes are compared from 0.13 on, and engines describe themselves from 0.29 on.
-    """
-    more = {release: set(_steps(FACTS[release])) - ALL for release in RELEASES}
-
-    for release, found in more.items():
-        number = Version(release)
-        shares = {"shared_tensors"} if number < Version("0.10.2") else set()
-        fails = {"failed_loads"} if Version("0.11.1") <= number < Version("0.30") else set()
-        holds = {"stale_blocks", "digests"} if number >= Version("0.11.1") else set()
-        hashes = {"named_factors"} if number >= Version("0.13") else set()
-        describes = {"metrics"} if number >= Version("0.29") else set()
-        assert found == shares | fails | holds | hashes | describes, release
-    assert all(set(_steps(FACTS[release])) >= ALL for release in RELEASES)

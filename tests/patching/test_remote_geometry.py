@@ -126,9 +126,9 @@ def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
     return replace(peer, **{"backend": None, **changes})
 
 
-def _view(metadata, peer, ours, block_bytes, own_regions=None, most_blocks=1 << 40):
+def _view(metadata, peer, ours, block_bytes, own_regions=None):
     return homogeneous_metadata(
-        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks
+        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=1 << 40
     )
 
 
@@ -387,30 +387,6 @@ def test_the_peer_like_us_lies_within_what_the_peer_registered():
     assert alike.block_size == 48
     assert alike.num_blocks * alike.block_lens[0] <= 7 * peer.block_bytes[0]
     assert (alike.num_blocks + 1) * alike.block_lens[0] > 7 * peer.block_bytes[0]
-
-
-def test_what_is_shown_of_a_large_peer_needs_one_block():
-    """Llama-70B over 8 ranks, 50 GB of rows of all layers: 486 million descriptors were made."""
-    layers, page = 80, 16 * 2 * 128 * 2
-    rows = 50 * 10**9 // (layers * page)
-    peer = _stated(
-        kv_caches_base_addr=[1 << 40],
-        block_lens=[layers * page],
-        block_strides=[layers * page],
-        num_blocks=rows,
-        region_num_blocks=[rows],
-        kv_cache_layout="kvpatch_rows:1x16:HNKC",
-    )
-    metadata = _metadata(blocks=rows, region_num_blocks=[rows])
-    ours = ours_of()[1]
-    alike = _view(metadata, peer, ours, (page,) * layers)
-    assert alike.num_blocks * layers > 480_000_000
-
-    shown = _view(metadata, peer, ours, (page,) * layers, most_blocks=4)
-
-    assert (shown.num_blocks, shown.region_num_blocks) == (4, [4] * layers)
-    many = _view(metadata, peer, ours, (page,) * layers, most_blocks=1 << 40)
-    assert many.num_blocks == alike.num_blocks
 
 
 def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():

@@ -57,15 +57,6 @@ def worker() -> _Worker:
     return _Worker()
 
 
-def test_loads_of_another_backends_peer_alone_are_reordered(worker):
-    worker.meet(OTHER, "FLASH_ATTN")
-    worker.meet(LIKE, "CPU_ATTN")
-    worker.load("a", LIKE, [1, 2])
-    worker.load("b", OTHER, [3])
-    worker.look()
-    assert worker.reordered == [[3]]
-
-
 def test_a_peer_that_is_met_while_loads_are_looked_at_leaves_them_as_they_are(worker):
     """The flag goes up between our look and the release's: nothing of that peer can have come."""
     worker.load("a", LIKE, [1, 2])

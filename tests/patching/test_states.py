@@ -18,7 +18,7 @@ from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
 from kvpatch.peer.agent_metadata import AgentMetadata, CrossLayerForm
-from kvpatch.peer.remote_ranks import is_misread, places_of_states, states_of_peer
+from kvpatch.peer.remote_ranks import is_misread, states_of_peer
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages, pages_of
@@ -181,13 +181,6 @@ class TestAPeersPages:
         with pytest.raises(PeerRefused, match=r"named layers\.0, other: use one model"):
             states_of_peer(_ours(), _peer(region_names=("layers.0", "other")))
 
-    def test_in_rows_of_all_layers(self):
-        found = states_of_peer(_ours(), _rows("0123456789abcdef"))
-
-        assert found["layers.1"].pages == StatePages(50_000, 3 * 4096, 4, SIZES)
-        assert found["layers.3"].pages == StatePages(50_000 + 3 * 2048, 3 * 4096, 4, SIZES)
-        assert places_of_states(_ours()) == {"layers.1": 0, "layers.3": 1}
-
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
@@ -283,18 +276,6 @@ def _ours_divided(division: StateDivision = _DIVISION) -> LocalGeometry:
 
 
 class TestAPeerOfOtherRanks:
-    def test_each_rank_gives_its_share(self):
-        sizes = (12 + 24, 10)
-        found = [
-            states_of_peer(_ours_divided(), _peer(tp_rank=rank, tp_size=2, state_bytes=sizes))
-            for rank in range(2)
-        ]
-
-        assert found[0]["layers.1"].pages == StatePages(50_000, 3 * 2048, 4, sizes)
-        # The first channel, what both have, and two heads; the second channel, and the others.
-        assert found[0]["layers.1"].runs == ((0, 0, 12), (12, 24, 24 + 10))
-        assert found[1]["layers.1"].runs == ((0, 12, 12), (36, 58, 10))
-
     def test_what_is_copied_is_never_the_releases(self):
         ours, peer = _ours_divided(), _peer(tp_size=2)
 
@@ -336,13 +317,6 @@ class TestRuns:
         theirs = states_of_peer(ours, _peer())
         order = _order((local,), (remote,))
         return states_plan(GROUPS, _peer(), order, ours.states, theirs)
-
-    def test_each_layers_states_and_nothing_else(self):
-        plan = self._plan(local=4, remote=2)
-
-        assert plan.remote_address.tolist() == [50_000 + 2 * 6144, 90_000 + 2 * 6144]
-        assert plan.local_address.tolist() == [10_000 + 4 * 1024, 20_000 + 4 * 1024]
-        assert plan.length.tolist() == [68, 68]
 
     @pytest.mark.parametrize(("local", "remote"), [(1, 4), (5, 1)])
     def test_blocks_that_are_not_there_are_refused(self, local, remote):

@@ -415,12 +415,6 @@ def test_every_module_of_the_front_end_is_watched() -> None:
     assert found == {(slug, True) for slug in FRONT_ENDS}
 
 
-def test_each_of_several_answers_carries_the_parameters() -> None:
-    """The scheduler has one load the prompt and the others find it (``same_prompt``)."""
-    sites = [site for patch in load() for facts in FACTS.values() for site in patch.sites(facts)]
-    assert not [site for site in sites if site.owner == "ParentRequest"]
-
-
 def test_the_server_answers_several_prompts_with_an_error() -> None:
     async def create(request: Any, raw_request: Any = None) -> str:
         return "answered"

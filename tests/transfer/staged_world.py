@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,28 @@ def taken(pool: StagingPool) -> Space:
     pool.leave(turn)
     assert space is not None
     return space
+
+
+class Held:
+    """Stands in for work that waits in its middle until it may go on."""
+
+    def __init__(self) -> None:
+        self.is_in, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.is_in.set()
+        assert self.may_go.wait(SECONDS)
+
+
+def waits_for(call: Callable[[], object], held: Held) -> None:
+    """Makes a call, which has to wait for what is held and for no more."""
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(0.05)
+    assert caller.is_alive(), "the work is under way"
+    held.may_go.set()
+    caller.join(SECONDS)
+    assert not caller.is_alive()
 
 
 def block_ids(count: int, of: int) -> np.ndarray:

@@ -137,16 +137,6 @@ class TestChecks:
         assert read.telemetry() == "counts", "as <= 0.13 does"
         assert (hold.released, digest.released, made.nixl.released) == (0, 0, 1)
 
-    def test_of_wrong_bytes_fail_it_and_p_is_told(self) -> None:
-        made = Made()
-        made.hold(HELD)
-        made.check(WRONG)
-        read = made.landed()
-        assert read.state() == read.state() == "ERR"
-        assert made.nixl.calls == ["poll", "hold", "digest", "tell P a:1"]
-        assert made.lifetime.verdict is WRONG
-        assert made.failed == ["a"]
-
     @pytest.mark.parametrize("is_over", [False, True])
     def test_that_prove_nothing_leave_it_to_the_lease(self, clock: Clock, is_over: bool) -> None:
         made = Made(Lease(clock.now + 10.0))

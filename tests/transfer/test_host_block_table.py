@@ -11,9 +11,6 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
 from kvpatch.host_buffer.host_block_table import HostBlockTable
@@ -41,14 +38,11 @@ class Host:
         return self.host_blocks[host_block] == self.blocks[block]
 
 
-class Table(RuleBasedStateMachine):
+class Model:
     """Any order of calls; after each, what was published is still what it was."""
 
-    table_class: type[HostBlockTable] = HostBlockTable
-
-    @initialize(host_blocks=st.integers(1, 6))
-    def start(self, host_blocks: int) -> None:
-        self.table = self.table_class(host_blocks)
+    def __init__(self, table_class: type[HostBlockTable], host_blocks: int) -> None:
+        self.table = table_class(host_blocks)
         self.host = Host(host_blocks)
         self.size = host_blocks
         self.reserved: dict[str, int] = {}
@@ -61,11 +55,6 @@ class Table(RuleBasedStateMachine):
         #: (request, host block) -> content that was published.
         self.published: dict[tuple[str, int], int] = {}
 
-    # Few, so that they meet.
-    names = st.sampled_from([f"r{n}" for n in range(3)])
-    some_blocks = st.lists(st.integers(1, 5), max_size=3)
-
-    @rule(name=names, blocks=st.integers(0, 7))
     def reserve(self, name: str, blocks: int) -> None:
         if name in self.reserved:
             assert self.table.reserve(name, blocks)
@@ -83,7 +72,6 @@ class Table(RuleBasedStateMachine):
             self.reserved[name] = self.queue.pop(name)
             self.saved[name], self.spent[name] = {}, 0
 
-    @rule(blocks=some_blocks)
     def write(self, blocks: list[int]) -> None:
         self.table.written(blocks)
         for block in dict.fromkeys(blocks):
@@ -97,7 +85,6 @@ class Table(RuleBasedStateMachine):
     def _is_published(self, name: str, content: int) -> bool:
         return any(n == name and found == content for (n, _), found in self.published.items())
 
-    @rule(name=names, blocks=some_blocks)
     def save(self, name: str, blocks: list[int]) -> None:
         for block in blocks:
             if block not in self.host.blocks:
@@ -128,7 +115,6 @@ class Table(RuleBasedStateMachine):
             contents[block] = self.host.blocks[block]
         self.spent[name] += len(new)
 
-    @rule(name=names, picks=st.lists(st.integers(0, 9), min_size=1, max_size=4))
     def publish(self, name: str, picks: list[int]) -> None:
         contents = self.saved.get(name, {})
         known = sorted(contents)
@@ -145,7 +131,6 @@ class Table(RuleBasedStateMachine):
             assert self.host.host_blocks[host_block] == contents[block]
             self.published[name, host_block] = contents[block]
 
-    @rule(name=names)
     def release(self, name: str) -> None:
         self.table.release(name)
         self.queue.pop(name, None)
@@ -154,14 +139,10 @@ class Table(RuleBasedStateMachine):
             known.pop(name, None)
         self.published = {key: c for key, c in self.published.items() if key[0] != name}
 
-    @precondition(lambda self: hasattr(self, "table"))
-    @invariant()
     def what_was_published_is_still_there(self) -> None:
         for (_, host_block), content in self.published.items():
             assert self.host.host_blocks[host_block] == content
 
-    @precondition(lambda self: hasattr(self, "table"))
-    @invariant()
     def numbers_agree(self) -> None:
         assert self.table.free == self.size - sum(self.reserved.values())
         assert self.table.waiting == len(self.queue)
@@ -170,14 +151,9 @@ class Table(RuleBasedStateMachine):
         assert self.table.held >= len(held), "two contents in one host block"
 
     def teardown(self) -> None:
-        if hasattr(self, "table"):
-            for name in [*self.reserved, *self.queue]:
-                self.table.release(name)
-            assert (self.table.free, self.table.held, self.table.waiting) == (self.size, 0, 0)
-
-
-TestTable = Table.TestCase
-TestTable.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+        for name in [*self.reserved, *self.queue]:
+            self.table.release(name)
+        assert (self.table.free, self.table.held, self.table.waiting) == (self.size, 0, 0)
 
 
 class _TakesWhatIsHeld(HostBlockTable):
@@ -212,32 +188,29 @@ class _OverwritesWhatIsPublished(HostBlockTable):
 
 
 def walk(table_class: type[HostBlockTable], seed: int) -> None:
-    """The same model on a long random walk, which comes to what takes many calls."""
+    """A long random walk of few names and blocks, so that they meet."""
     generator = random.Random(seed)
-
-    class Walked(Table):
-        pass
-
-    Walked.table_class = table_class
-    machine = Walked()
-    machine.start(host_blocks=generator.randint(1, 6))
+    model = Model(table_class, generator.randint(1, 6))
     for _ in range(300):
         name = f"r{generator.randint(0, 2)}"
         numbers = [generator.randint(1, 5) for _ in range(generator.randint(1, 3))]
         step = generator.choice(("reserve", "reserve", "write", "save", "save", "publish", "end"))
         if step == "reserve":
-            machine.reserve(name=name, blocks=generator.randint(0, 7))
+            model.reserve(name=name, blocks=generator.randint(0, 7))
         elif step == "write":
-            machine.write(blocks=numbers)
+            model.write(blocks=numbers)
         elif step == "save":
-            machine.save(name=name, blocks=numbers)
+            model.save(name=name, blocks=numbers)
         elif step == "publish":
-            machine.publish(name=name, picks=numbers)
+            model.publish(name=name, picks=numbers)
         elif generator.random() < 0.5:
-            machine.release(name=name)
-        machine.what_was_published_is_still_there()
-        machine.numbers_agree()
-    machine.teardown()
+            model.release(name=name)
+        else:
+            model.write(blocks=[])
+            model.save(name=name, blocks=[])
+        model.what_was_published_is_still_there()
+        model.numbers_agree()
+    model.teardown()
 
 
 def test_long_walks():
@@ -253,58 +226,9 @@ def test_the_model_notices_a_fault(fault):
     for seed in range(50):
         try:
             walk(fault, seed)
-        except (AssertionError, KeyError, pytest.fail.Exception):
+        except (AssertionError, KeyError, NotReserved, pytest.fail.Exception):
             noticed += 1
     assert noticed > 10
-
-
-def _request(number: int, generator: random.Random) -> tuple[str, int]:
-    return f"r{number}", generator.randint(1, 8)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
-    """Chunks, aborts and readers that take their time, in any order; no host block is left."""
-    generator = random.Random(seed)
-    host_blocks = 4 * 8
-    table, host = HostBlockTable(host_blocks), Host(host_blocks)
-    requests = [_request(number, generator) for number in range(64)]
-    waiting, running, published = list(requests), {}, {}
-    started, fresh, most = [], iter(range(1, 10_000)), 0
-    for _ in range(2_000):
-        for name, count in tuple(waiting):
-            if table.reserve(name, count):
-                waiting.remove((name, count))
-                running[name] = ([next(fresh) for _ in range(count)], 0)
-                started.append(name)
-            elif generator.random() < 0.02:
-                table.release(name)  # its client gave up
-                waiting.remove((name, count))
-        most = max(most, len(running) + len(published))
-        for name, (blocks, done) in tuple(running.items()):
-            until = min(len(blocks), done + generator.randint(1, 3))
-            table.written(blocks[done:until])
-            for block in blocks[done:until]:
-                host.write(block)
-            host.copy(table.save(name, blocks[done:until]))
-            running[name] = blocks, until
-            if until == len(blocks):
-                del running[name]
-                published[name] = blocks, table.host_blocks_of(name, blocks)
-        for name, (blocks, found) in tuple(published.items()):
-            assert all(
-                host.holds(host_block, block)
-                for block, host_block in zip(blocks, found, strict=True)
-            )
-            if generator.random() < 0.3:
-                table.release(name)
-                del published[name]
-        if not waiting and not running and not published:
-            break
-    assert not waiting and not running and not published, "somebody waits for ever"
-    assert started == [name for name, _ in requests if name in started]
-    assert len(started) > 32 and most >= 4
-    assert (table.free, table.held, table.waiting) == (host_blocks, 0, 0)
 
 
 def test_another_prompt_under_the_same_id_does_not_publish_what_the_first_one_saved():

@@ -29,7 +29,7 @@ from kvpatch.observe.book import Book, ComparedRead, Sample
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 
 from .digest_world import Engine, Rank, request_of
-from .staged_world import SECONDS, World, connected_world
+from .staged_world import SECONDS, Held, World, connected_world, waits_for
 
 pytestmark = pytest.mark.lab
 
@@ -375,51 +375,33 @@ def is_read(stream: DigestStream) -> bool:
 
 def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
     """Where another request is read nobody waits for that."""
-    stream, read, goes_on = DigestStream(torch.device("cpu")), Event(), Event()
+    stream, reading, held = DigestStream(torch.device("cpu")), Held(), [True]
     maker = DigestMaker(tables.prefill, stream, is_sample=False)
-    held, in_made = [True], [0]
 
     def is_held() -> bool:
-        read.set()
-        in_made[0] += 1
-        if in_made[0] == 1:
-            goes_on.wait(SECONDS)
+        if not reading.is_in.is_set():
+            reading()
         return held[0]
 
     maker.add(Order(FIRST, [], TOKENS, is_held, None))
-    read.wait(SECONDS)
+    reading.is_in.wait(SECONDS)
     maker.settle()
     assert is_read(stream), "it is held, and still read"
     held[0] = False
-    waits = Thread(target=maker.settle)
-    waits.start()
-    waits.join(0.05)
-    assert waits.is_alive(), "it is read, and held no more"
-    goes_on.set()
-    waits.join(SECONDS)
+    waits_for(maker.settle, reading)
     assert not is_read(stream)
     stream.thread.shutdown()
 
 
 def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
-    stream, read, goes_on = DigestStream(torch.device("cpu")), Event(), Event()
+    stream, reading = DigestStream(torch.device("cpu")), Held()
     maker = DigestMaker(tables.prefill, stream, is_sample=False)
 
-    def is_held() -> bool:
-        read.set()
-        goes_on.wait(SECONDS)
-        return False
-
-    maker.add(Order(FIRST, [], TOKENS, is_held, None))
-    read.wait(SECONDS)
+    maker.add(Order(FIRST, [], TOKENS, lambda: bool(reading()), None))
+    reading.is_in.wait(SECONDS)
     assert is_read(stream)
-    waits = Thread(target=stream.settle)
-    waits.start()
-    waits.join(0.05)
-    assert waits.is_alive()
-    goes_on.set()
-    waits.join(SECONDS)
-    assert not waits.is_alive() and not is_read(stream)
+    waits_for(stream.settle, reading)
+    assert not is_read(stream)
     stream.thread.shutdown()
 
 

@@ -22,7 +22,17 @@ from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, Prog
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 
-from .staged_world import SECONDS, TOKENS, World, finish, is_told_nothing, notifications, taken
+from .staged_world import (
+    SECONDS,
+    TOKENS,
+    Held,
+    World,
+    finish,
+    is_told_nothing,
+    notifications,
+    taken,
+    waits_for,
+)
 
 pytestmark = pytest.mark.lab
 
@@ -169,42 +179,41 @@ def finish_once(reads: list[BackgroundRead]) -> list[str]:
     return [read.state() for read in reads]
 
 
-class _HeldCopies:
-    """Stands in for the copy of one placement, which waits in the middle of the thread's work."""
+class FirstHeld(Held):
+    """Holds up the first placement that is copied."""
 
-    def __init__(self) -> None:
-        self.is_in, self.may_go = threading.Event(), threading.Event()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self.real = caches_module.place_in_host_memory
+        monkeypatch.setattr(caches_module, "place_in_host_memory", self._copy)
 
-    def __call__(self, *arguments: Any) -> None:
-        self.is_in.set()
-        assert self.may_go.wait(SECONDS)
+    def _copy(self, *arguments: Any) -> None:
+        if not self.is_in.is_set():
+            self()
         self.real(*arguments)
 
 
 @pytest.mark.parametrize("end", ["void", "release"])
+@pytest.mark.parametrize("pool_bytes", [4096, 8 * 4096])
 def test_giving_up_waits_for_the_copy_that_is_under_way_and_for_no_more(
-    world, make, end, monkeypatch
+    world, make, end, pool_bytes, monkeypatch
 ):
-    """The blocks may be another request's when it returns."""
-    copies = _HeldCopies()
-    monkeypatch.setattr(caches_module, "place_in_host_memory", copies)
-    engine = make(4096)
+    """The blocks may be another request's when it returns; other chunks' copies may be queued."""
+    held = FirstHeld(monkeypatch)
+    engine = make(pool_bytes)
     read = engine.read()
     read.start()
-    assert copies.is_in.wait(SECONDS)
-    given_up = threading.Thread(target=getattr(read, end))
-    given_up.start()
-    time.sleep(0.1)
-    assert given_up.is_alive(), "a copy goes on"
-    copies.may_go.set()
-    given_up.join(SECONDS)
-    assert not given_up.is_alive()
+    assert held.is_in.wait(SECONDS)
+    if engine.copying is not None and pool_bytes > 4096:
+        wait_until(lambda: engine.copying._executor._work_queue.qsize() > 0)
+    waits_for(getattr(read, end), held)
     after = world.target.clone()
     if end == "void":
         assert finish(read) == ["ERR"], "what was not placed is not received"
         assert notifications(world) == [b"done"], "P may free its blocks"
     time.sleep(0.1)
+    if engine.copying is not None:
+        engine.copying.settle()
     assert torch.equal(world.target, after)
     assert not world.is_identical(), "negative control: the rest was not placed"
     read.release()

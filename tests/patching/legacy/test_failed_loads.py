@@ -11,29 +11,18 @@ from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
-from kvpatch.core.releases import FACTS
 from kvpatch.legacy.failed_loads import (
     FailedGroupLoads,
     FailedRequests,
     pop_one_by_one,
     whole_requests,
 )
-from kvpatch.patches.failed_loads import PATCH
 
 pytestmark = pytest.mark.patching
 
 
 class TestSeveralGroups:
-    def test_the_blocks_of_all_groups_of_a_failed_load_are_invalid_once(self):
-        failures = FailedGroupLoads()
-        failures.add("a")
-        loading = {"a": ([1, 2], [0, 5]), "b": ([3], [4])}
-        assert failures.report({"a", "b"}, loading) == {"a", "b"}
-        assert failures.take_invalid() == {1, 2, 5}, "block 0 stands for none"
-        assert failures.take_invalid() == set()
-
     def test_a_failure_of_one_transfer_of_several_is_kept_until_all_are_done(self):
         failures = FailedGroupLoads()
         failures.add("a")
@@ -237,8 +226,3 @@ class TestBrokenReads:
         pop_one_by_one(worker, _pop_done(worker, _Disconnected("gone")), transfers, failed.append)
 
         assert (failed, transfers) == (["broken"], {})
-
-
-def test_every_release_before_0_30_has_it():
-    have_it = [name for name, facts in FACTS.items() if PATCH.sites(facts)]
-    assert have_it == [name for name in FACTS if Version(name) < Version("0.30")]
