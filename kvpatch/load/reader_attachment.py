@@ -17,6 +17,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Destination, Reader
 from kvpatch.peer.agent_metadata import places_digest
+from kvpatch.peer.block_shapes import kv_split_of
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.inspected_caches import (
     Cache,
@@ -26,7 +27,6 @@ from kvpatch.peer.inspected_caches import (
     is_plain,
 )
 from kvpatch.peer.other_releases import Notifications
-from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_ranks import places_of_states
 from kvpatch.transfer.lease import Leases
 from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of

@@ -16,7 +16,7 @@ from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
-from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.block_shapes import has_ranks_unmet, has_replicated_heads, heads_of
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
@@ -92,11 +92,6 @@ def block_bytes_as_ours(ours: LocalGeometry, peer: AgentMetadata) -> tuple[int, 
     return tuple(length * their_heads // our_heads for length in ours.block_bytes)
 
 
-def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if it has more ranks than we do, and the release meets one of them."""
-    return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
-
-
 def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
     """Returns the start and the bytes of each region, without what other layers have behind it."""
     return [
@@ -159,18 +154,6 @@ def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_i
 # Some ranks then hold a head that their neighbours hold too. Releases refuse most such pairs by an
 # assertion. Reads of kvpatch are planned by heads. So the release is told that each rank has heads
 # of its own, and prepares and books such a peer.
-
-
-def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if the release refuses a peer of another TP size for the heads that some ranks share."""
-    if peer.tp_size == ours.tp_size or not ours.has_heads:
-        return False
-    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
-    if peer.tp_size > ours.tp_size:
-        return peer.tp_size >= least
-    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
-        return False
-    return peer.tp_size < least  # else the release takes both for holders of one head a rank
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import ONE_SIZE, unknown_kind
+from kvpatch.peer.block_shapes import ONE_SIZE, refuse_other_rows, unknown_kind
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of

@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from kvpatch.peer.remote_geometry import PAGE_BYTES
+from kvpatch.peer.block_shapes import PAGE_BYTES
 
 from .case import Case, EngineSpec, Family, Sabotage
 from .host import Lab
