@@ -15,8 +15,7 @@ from typing import Literal
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, Tile
 
 Axis = Literal["layer", "kv", "block", "head", "token", "channel"]
 #: Some of the axes, from the outermost to the innermost.

@@ -13,10 +13,9 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Plane, extent_bytes
 from kvpatch.geometry.plane_copies import Copy, contiguous_bytes, copies_between
 from kvpatch.geometry.segments import Segments
-from kvpatch.geometry.tensor_facts import extent_bytes
 
 ALIGNMENT_BYTES = 64
 """Spans in the buffer begin at multiples of it, so that a copy can move wide units."""

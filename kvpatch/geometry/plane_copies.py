@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane import Content, Plane, extent_bytes
 from kvpatch.geometry.segments import Int64Array, Segments
-from kvpatch.geometry.tensor_facts import extent_bytes
 
 
 class CopyAxis(NamedTuple):

@@ -9,8 +9,16 @@ from typing import NoReturn
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import strides_of_order
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
-from kvpatch.geometry.tensor_facts import TensorFacts, axes_nest, extent_bytes
+from kvpatch.geometry.plane import (
+    Content,
+    Counts,
+    Plane,
+    Strides,
+    TensorFacts,
+    Tile,
+    axes_nest,
+    extent_bytes,
+)
 
 
 def read_planes(

@@ -17,9 +17,9 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.load.read_request import note_peer
 from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import blocks_undivided
-from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
@@ -48,11 +48,11 @@ from kvpatch.peer.statement import (
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
+from kvpatch.worker.recurrent_state import divided_states
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import shared_rows
 from kvpatch.worker.state import WorkerState, worker_state
-from kvpatch.worker.state_division import divided_states
 
 if TYPE_CHECKING:
     from kvpatch.peer.remote_ranks import RemoteRank

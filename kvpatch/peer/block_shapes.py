@@ -14,9 +14,8 @@ from math import lcm
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.plane_copies import check_whole
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry

@@ -21,8 +21,8 @@ from kvpatch.core.version import __version__
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer import peer_hash
 from kvpatch.peer.peer_hash import own_factors
+from kvpatch.worker.recurrent_state import StateDivision, state_division
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state_division import StateDivision, state_division
 
 #: The entry that holds the schema's number, by which a description is told from arguments.
 SCHEMA = "kvpatch_description"

@@ -20,8 +20,7 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE
 from kvpatch.peer.remote_geometry import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
-from kvpatch.worker.recurrent_state import StatePages
-from kvpatch.worker.state_division import StateDivision
+from kvpatch.worker.recurrent_state import StateDivision, StatePages
 
 if TYPE_CHECKING:
     from kvpatch.geometry.overlap import Overlap, Region

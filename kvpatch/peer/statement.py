@@ -26,9 +26,9 @@ from kvpatch.core.text import shown
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS
 from kvpatch.peer.agent_metadata import MOST_TOKENS, AgentMetadata, StatedBlocks
-from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.block_shapes import heads_of, kv_split_of_peer
 from kvpatch.peer.other_releases import Address, ask, fields_of, question_for
-from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
+from kvpatch.peer.remote_geometry import tokens_in_bytes
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker

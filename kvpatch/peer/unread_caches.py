@@ -12,8 +12,8 @@ from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE, refuse_other_rows, unknown_kind
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
+from kvpatch.worker.recurrent_state import StateDivision
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
-from kvpatch.worker.state_division import StateDivision
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvpatch.geometry.layout_strides import (
     inner_layout_of_axes,
     layer_by_layer,
 )
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Memory
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of

@@ -37,8 +37,7 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
-from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.tensor_facts import extent_bytes
+from kvpatch.geometry.plane import Plane, extent_bytes
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
 

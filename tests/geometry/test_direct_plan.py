@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.direct_plan import Plan
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.plane_copies import missing_heads
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
-from kvpatch.geometry.tensor_facts import Memory
 
 from .planned import plan_copy
 from .reference import execute, slow_copy, slow_zero

@@ -16,10 +16,9 @@ from kvpatch.peer.decision import Decision, LocalCache, Stock, decide, is_compat
 from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
-from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.recurrent_state import StateDivision, StatePages
 from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import worker_of
 from .test_remote_geometry import _stated, ours_of, stating

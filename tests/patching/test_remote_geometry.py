@@ -14,8 +14,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Content
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import statement as unstated

@@ -19,9 +19,8 @@ from kvpatch.checks.digests.cache_digests import TableTokens, memories_of, sums_
 from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
 from kvpatch.checks.digests.digests import Weights
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.segments import BlockList
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.one_memory import storage_of
 from tests.geometry.interpreted_kernel import interpreted_kernel

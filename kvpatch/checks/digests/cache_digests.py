@@ -31,10 +31,9 @@ from kvpatch.checks.digests.digests import (
     rows_of,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, HeadName, Plane, Strides, planes_without
+from kvpatch.geometry.plane import Content, Counts, HeadName, Memory, Plane, Strides, planes_without
 from kvpatch.geometry.segments import BlockList, Int64Array
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
 from kvpatch.worker.kv_cache_groups import Group

@@ -28,9 +28,9 @@ from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.load.read_request import DIGEST, ReadRequest, groups
 from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
+from kvpatch.load.reader_attachment import InspectedCaches
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import Book
-from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.transfer.lease import Check
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
