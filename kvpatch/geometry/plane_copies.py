@@ -74,20 +74,6 @@ class Copy:
     strides: CopyStrides
 
 
-def missing_heads(
-    remote_planes: Sequence[Plane], local_planes: Sequence[Plane]
-) -> tuple[tuple[str, Content, int], ...]:
-    """(layer, content, global head) of local planes that no remote plane holds."""
-    held = _by_content(remote_planes)
-    return tuple(
-        (local.layer, local.content, head)
-        for local in local_planes
-        for start, end, remote in _head_ranges(local, held[local.layer, local.content])
-        if remote is None
-        for head in range(start, end)
-    )
-
-
 def _by_content(planes: Sequence[Plane]) -> defaultdict[tuple[str, Content], list[Plane]]:
     found: defaultdict[tuple[str, Content], list[Plane]] = defaultdict(list)
     for plane in planes:

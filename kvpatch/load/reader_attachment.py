@@ -32,9 +32,8 @@ from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.vllm_bugs import (
     ask_for_tiles,
+    mend_block_size,
     refuse_steps_under_way,
-    take_planned_blocks,
-    takes_heads_for_tokens,
 )
 
 #: All layers, the groups that they are in, and how keys lie in a block.
@@ -61,13 +60,13 @@ class InspectedCaches:
 def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCaches:
     """Reads what a worker is handed, before registering it shows split tensors otherwise."""
     refuse_steps_under_way(release)
-    cache = read_cache(release, kv_caches, leave_state=True)
+    cache = _read_cache(release, kv_caches, leave_state=True)
     device = worker_state(release.worker).held(DeviceCaches)
     states: Mapping[str, StatePages] = {}
     if cache is not None and len(cache[0]) < len(kv_caches):
-        states = read_states(release, kv_caches, cache)
+        states = _read_states(release, kv_caches, cache)
         cache = cache if states and device is None else None
-    behind = cache if device is None else read_cache(release, device.tensors)
+    behind = cache if device is None else _read_cache(release, device.tensors)
     has_both = False
     if cache is not None and cache[2] is KeyOrder.ROW_MAJOR:
         orders = [release.orders(layer)[0].dimensions for layer in cache[0]]
@@ -75,7 +74,7 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
     return InspectedCaches(cache, behind, states, has_both)
 
 
-def read_states(
+def _read_states(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
 ) -> dict[str, StatePages]:
     """Returns the pages of all layers but those of `cache`; none where one is no such page."""
@@ -94,14 +93,7 @@ def read_states(
     return found
 
 
-def are_in_regions(release: ReleaseWorker, states: Mapping[str, StatePages]) -> bool:
-    """True if a peer's pages follow from its regions: each layer's begin where a region does."""
-    addresses = release.addresses
-    is_by_layer = release.stated_layout in LAYER_BY_LAYER
-    return is_by_layer and all(pages.address in addresses for pages in states.values())
-
-
-def is_plain(release: ReleaseWorker) -> bool:
+def _is_plain(release: ReleaseWorker) -> bool:
     """True if reads go straight to the registered cache, all tokens of it.
 
     False with a host buffer of the release's, memory of two kinds, or context parallelism: there
@@ -114,7 +106,7 @@ def is_plain(release: ReleaseWorker) -> bool:
     )
 
 
-def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
+def _has_blocks_of(block_tokens: int, cache: Cache) -> bool:
     """True if every tensor's blocks are the ones that the worker will name.
 
     The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
@@ -131,7 +123,7 @@ def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
     return every == {block_tokens}
 
 
-def read_cache(
+def _read_cache(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], *, leave_state: bool = False
 ) -> Cache | None:
     """Reads all layers; None where one cannot be read, so that peers are left to the release.
@@ -161,13 +153,7 @@ def attach_reader(
 ) -> None:
     """Gives a worker its reader, where its cache is one that can be read into."""
     worker = release.worker
-    is_misread = (
-        release.facts.topology_has_block_size
-        and own.cache is not None
-        and takes_heads_for_tokens(worker, own.cache[0])
-    )
-    if is_misread:
-        take_planned_blocks(worker)
+    is_misread = own.cache is not None and mend_block_size(release, own.cache[0])
     if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
@@ -233,16 +219,15 @@ def _seconds(read: Callable[[], Any]) -> float:
 
 def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
     """True if a worker's cache is one that can be read into."""
-    return (
-        own.cache is not None
-        and is_plain(release)
-        and has_blocks_of(release.worker.block_size, own.cache)
-        and (
-            worker_state(release.worker).held(RegisteredCrossLayerBlocks) is not None
-            or not own.states
-            or are_in_regions(release, own.states)
-        )
-    )
+    if own.cache is None or not _is_plain(release):
+        return False
+    if not _has_blocks_of(release.worker.block_size, own.cache):
+        return False
+    if not own.states or worker_state(release.worker).held(RegisteredCrossLayerBlocks) is not None:
+        return True
+    # A peer's pages follow from its regions: each layer's begin where a region does.
+    begins = {pages.address for pages in own.states.values()}
+    return release.stated_layout in LAYER_BY_LAYER and begins <= {*release.addresses}
 
 
 def _local_geometry(

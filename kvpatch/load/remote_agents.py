@@ -169,8 +169,9 @@ class Handshake:
         # What a P of another release has stated in its own words.
         stated = self.metadata.engine_id, self.tp_rank
         statement = None if known is None else known.stated(*stated)
-        if statement is None:
-            self._check_contents()
+        contents = contents_of(self.release) if statement is None else None
+        if contents is not None:
+            check_contents(contents, self._words.get(CONTENTS))
         if isinstance(local, UnreadCache) and statement is not None:
             raise PeerRefused(
                 "this engine's cache is not one that kvpatch reads into, and it is of another "
@@ -222,12 +223,6 @@ class Handshake:
         """Returns what the rank answers, its own kvpatch's words among it; asked for once."""
         channels = self.state.of(SideChannels)
         return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
-
-    def _check_contents(self) -> None:
-        """Refuses a P whose blocks of states or rings hold something else than ours."""
-        ours = contents_of(self.release)
-        if ours is not None:
-            check_contents(ours, self._words.get(CONTENTS))
 
     def act(self, decision: Decision) -> Any:
         """Carries out a decision: the release adds the peer in the form that was decided.

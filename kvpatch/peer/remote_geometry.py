@@ -47,7 +47,7 @@ from kvpatch.peer.block_shapes import (
     peer_memory,
     tokens_of,
 )
-from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.local_geometry import LocalGeometry, layout_shown_by
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
 
 
@@ -161,7 +161,7 @@ def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
     if peer.layout in (None, ours.layout) and peer.cache_shape is None:
-        shows = ours.shows_layout or peer.layout is None
+        shows = layout_shown_by(ours.layers) is not None or peer.layout is None
         layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     for layer, region, members in _regions(ours, peer):
         shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)

@@ -193,11 +193,6 @@ class LocalGeometry:
         return next(iter(self.layers.values())).planes[0].item_bytes
 
     @cached_property
-    def shows_layout(self) -> bool:
-        """True if our strides tell heads from tokens."""
-        return layout_shown_by(self.layers) is not None
-
-    @cached_property
     def places(self) -> tuple[tuple[str, ...], ...]:
         """The attention layers at each place of a cross-layer block like ours."""
         groups = self.groups or (self.layers.keys(),)

@@ -11,7 +11,6 @@ import torch
 from kvpatch.core.errors import PeerRefused, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Content, Memory
@@ -37,6 +36,7 @@ from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
+from ..geometry.planned import plan_runs
 from .release_workers import reading, worker_of
 
 pytestmark = pytest.mark.patching
