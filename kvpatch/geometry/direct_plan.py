@@ -37,11 +37,6 @@ class Plan:
     sides are one, except across two layers, or across the keys and values of one where
     these lie further apart than blocks do: such neighbours can belong to two
     registrations.
-
-    Attributes:
-        remote_address: where each run is read.
-        local_address: where it is written.
-        length: its bytes.
     """
 
     remote_address: Int64Array

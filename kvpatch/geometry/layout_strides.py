@@ -155,8 +155,6 @@ class DenseBlocks:
     Attributes:
         address: of the piece in the first block.
         stride_bytes: from one block to the next.
-        axes: of the piece.
-        tokens: of a block.
         first_head: the global number of the piece's first head.
         key_order: COLUMN_MAJOR swaps token and channel for the keys; TILED has a head's keys and
             values in tiles.

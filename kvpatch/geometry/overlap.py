@@ -33,9 +33,7 @@ class StagedSpan(NamedTuple):
     Attributes:
         address: of the span's first byte in block 0.
         block_stride: from one remote block to the next.
-        span_bytes: of the span.
         staged_bytes: from one block to the next in the buffer.
-        copies: to be made out of it.
     """
 
     address: int

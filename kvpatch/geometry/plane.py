@@ -46,9 +46,7 @@ class TensorFacts:
         address: of the first element.
         shape: sizes, in elements.
         strides: in elements, one per dimension.
-        item_bytes: bytes of one element.
         storage_address: where the allocation behind the tensor starts.
-        storage_bytes: how long that allocation is.
     """
 
     address: int
@@ -140,7 +138,6 @@ class Plane:
 
     Attributes:
         address: of item (0, 0, 0, 0).
-        item_bytes: bytes of one item.
         first_head: the global number of the plane's head 0, so that planes of other
             tensor-parallel ranks can be matched; 0 where the content has no heads.
         is_whole: whether a block is no rows of tokens, but one thing that moves whole: its bytes

@@ -31,7 +31,6 @@ def read_planes(
     """The planes that a tensor holds: keys and values, or the one content that it has.
 
     Args:
-        layer: the name that a refusal carries.
         order: what each dimension of ``facts.shape`` means.
         key_order: COLUMN_MAJOR for the CPU backend's vector kernels, TILED for its tiles.
         first_head: the global number of the tensor's first KV head; contents without

@@ -54,7 +54,6 @@ class HeterogeneousReads:
     """The maker of one worker's reads from peers of another geometry.
 
     Args:
-        reader: the worker's reader.
         nixl: the worker's NIXL agent, as the thread may use it that moves reads on.
         pool: the pool that staged reads land in.
         thread: moves reads on between the engine's steps; None for the steps alone.

@@ -133,7 +133,6 @@ class Handshake:
     """A call of the release's that books one rank of a peer.
 
     Attributes:
-        wrapped: the release's own.
         contexts: the peer's context-parallel size, where the release hands it on (from 0.29).
     """
 
@@ -242,7 +241,7 @@ class Handshake:
         reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
             if reader.destination.states:
-                book_own_cut(self.worker, self.facts, reader.ours, engine_id)
+                book_own_cut(self.worker, reader.ours, engine_id)
             reader.peers.pop(engine_id, None)
         return self.as_release()
 
@@ -296,13 +295,12 @@ class Handshake:
         """
         view = homogeneous_metadata(
             self.metadata,
-            self.facts,
             peer,
             ours,
             block_bytes_as_ours(ours, peer),
             own_regions(self.worker, self.facts),
             most_blocks=ours.kernel_blocks_per_block,
         )
-        book_own_cut(self.worker, self.facts, ours, peer.engine_id)
-        with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
+        book_own_cut(self.worker, ours, peer.engine_id)
+        with taken_for_like(self.worker, ours, peer) as ranks:
             return self._book(view, ranks)

@@ -83,7 +83,6 @@ class LocalCache:
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
-        declared: what the operator says of peers.
     """
 
     geometry: LocalGeometry

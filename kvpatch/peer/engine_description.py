@@ -47,7 +47,6 @@ class Layer:
         page_bytes: of one block, with padding; 0 where vLLM was not asked.
         value_dim: the width of values; 0 where there are none apart.
         window: in tokens; 0 for full attention.
-        shapes: of recurrent states.
         parts: by recurrent state, the bytes of a unit, and the units of each part that all ranks
             have together, with True for a part that each rank has whole.
     """

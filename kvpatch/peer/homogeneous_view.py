@@ -27,7 +27,6 @@ _TIMES_OWN = 16
 
 def homogeneous_metadata(
     metadata: Any,
-    facts: ReleaseFacts,
     peer: AgentMetadata,
     ours: LocalGeometry,
     block_bytes: tuple[int, ...],
@@ -73,7 +72,7 @@ def homogeneous_metadata(
     }
     if peer.memory_kinds:
         stated["region_mem_types"] = [*peer.memory_kinds] * count
-    return restated(metadata, facts, stated)
+    return restated(metadata, ours.facts, stated)
 
 
 def homogeneous_layout(ours: LocalGeometry) -> str:
@@ -139,13 +138,13 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
         )
 
 
-def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_id: str) -> None:
+def book_own_cut(worker: Any, ours: LocalGeometry, engine_id: str) -> None:
     """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
     By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
     even between like engines.
     """
-    if facts.books_cuts_of_peers:
+    if ours.facts.books_cuts_of_peers:
         worker._physical_blocks_per_logical[engine_id] = ours.kernel_blocks_per_block
 
 
@@ -157,13 +156,12 @@ def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_i
 
 
 @contextmanager
-def taken_for_like(
-    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
-) -> Iterator[int]:
+def taken_for_like(worker: Any, ours: LocalGeometry, peer: AgentMetadata) -> Iterator[int]:
     """Makes the worker take a peer for one like us, while inside; yields its number of ranks.
 
     It compares one layout, and its model has heads of which every rank has some of its own.
     """
+    facts = ours.facts
     with ExitStack() as inside:
         if facts.states_layout:
             inside.enter_context(replaced(worker, kv_cache_layout=homogeneous_layout(ours)))

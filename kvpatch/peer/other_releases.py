@@ -269,11 +269,7 @@ class InterpretedSocket:
     What P answers, the release is told in ours. Its checks and its books stay its own.
 
     Attributes:
-        peer: where P listens.
-        releases: that it may be of.
-        own: of our release.
         own_hash: what P states too, where it is of our release and configured alike.
-        backend: our attention backend.
         tell: what becomes of what a rank has stated; None for one that speaks as we do.
     """
 

@@ -24,7 +24,6 @@ class UnreadCache:
         needs_reader: whether its host buffer needs us to.
         knows_keys: whether anybody knows how keys lie in a block.
         has_heads: whether ranks hold heads; the latents of MLA are whole on each.
-        kinds: of its layers.
         misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
             does some.
         rows: in which layers of unlike kinds overlay one another; None where they do not.

@@ -120,7 +120,6 @@ class LocalGeometry:
     """The cache that this worker registered, as far as a peer's cache is read against it.
 
     Attributes:
-        layers: every attention layer's cache.
         addresses: where each region starts, in the order that the peer uses too.
         block_tokens: tokens of a kernel block.
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
@@ -129,7 +128,6 @@ class LocalGeometry:
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
         tiles_on_amx: whether the CPU backend has such items in tiles there.
         dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
-        facts: of the release that reads it.
         region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None in releases <= 0.28, and where keys and values are regions of their

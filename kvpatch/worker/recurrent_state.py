@@ -57,7 +57,6 @@ class StatePages:
         stride_bytes: from one block's page to the next.
         blocks: how many there are, as ids count them.
         sizes_bytes: of each state in a page, from its beginning on.
-        division: how ranks share them out.
     """
 
     address: int

@@ -127,7 +127,7 @@ def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
 
 def _view(metadata, peer, ours, block_bytes, own_regions=None, most_blocks=1 << 40):
     return homogeneous_metadata(
-        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks
+        metadata, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks
     )
 
 

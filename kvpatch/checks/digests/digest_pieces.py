@@ -76,9 +76,6 @@ class DigestPiece(NamedTuple):
     """The part of the cache that is read at once.
 
     Attributes:
-        planes: which of the planes.
-        ranges: which of the ranges.
-        numbers: the numbers of their blocks.
         words: the weights of a row's words.
         rows: the weights of these rows; a token has one row or several.
         borders: the borders of the ranges, in rows of the piece.
