@@ -238,17 +238,15 @@ def _local_geometry(
     blocks = state.held(RegisteredCrossLayerBlocks)
     shown = layers if blocks is None else blocks.shown
     ours = local_geometry_of(release, shown, key_order)
-    if own.blocks_hold_both:
-        ours = replace(ours, kv_split=kv_split_of(ours))
     known = backend_layouts(release)
     ours = replace(
         ours,
         misreads_blocks=is_misread,
         planned_layout=state.planned_layout,
         backend_layout=next(iter(known)) if len(known) == 1 else None,
+        kv_split=kv_split_of(ours) if own.blocks_hold_both else None,
+        groups=tuple(group.layers for group in groups) if len(groups) > 1 else None,
     )
-    if len(groups) > 1:
-        ours = replace(ours, groups=tuple(group.layers for group in groups))
     return _with_states(release.worker, ours, own.states, blocks) if own.states else ours
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.digests import (
     Stated,
     extents_of,
     joined,

@@ -10,10 +10,10 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from kvpatch.checks.digests import digest_check as read_module
-from kvpatch.checks.digests import worker_digests as maker_module
-from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import (
+from kvpatch.checks import digest_check as read_module
+from kvpatch.checks import worker_digests as maker_module
+from kvpatch.checks.cache_digests import DigestStream, TableTokens
+from kvpatch.checks.digest_check import (
     _RING_END,
     _RING_START,
     _SLOTS,
@@ -22,8 +22,8 @@ from kvpatch.checks.digests.digest_check import (
     DigestRead,
     DigestTable,
 )
-from kvpatch.checks.digests.worker_digests import DigestMaker, Order
 from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
+from kvpatch.checks.worker_digests import DigestMaker, Order
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.book import Book, ComparedRead, Sample
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, CheckResult, Proof

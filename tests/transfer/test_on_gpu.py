@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import memories_of
+from kvpatch.checks.cache_digests import memories_of
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.checks.digests.digests import HALF_BITS, LOW_HALF, WORD_BYTES, UInt64Array
+from kvpatch.checks.digests import HALF_BITS, LOW_HALF, WORD_BYTES, UInt64Array
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.one_memory import Bytes

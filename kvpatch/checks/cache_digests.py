@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.digest_pieces import Alike, DigestPiece
+from kvpatch.checks.digests import (
     Digests,
     Extent,
     Weights,
@@ -208,7 +208,7 @@ def sums_of(piece: DigestPiece) -> torch.Tensor:
     """[plane, head, range], on the device, in its current stream."""
     if piece.alike.memory.memory.device.type == "cuda":  # ROCm's devices too
         try:
-            from kvpatch.checks.digests.digest_kernel import sums_surely
+            from kvpatch.checks.digest_kernel import sums_surely
         except ImportError:
             _LOG.debug("torch came without Triton: digests take longer", exc_info=True)
         else:

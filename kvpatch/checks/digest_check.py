@@ -13,8 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.cache_digests import DigestStream, TableTokens
+from kvpatch.checks.digests import (
     Comparison,
     Extent,
     Place,

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.checks.digests.cache_digests import CoveredCaches, DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import (
+from kvpatch.checks.cache_digests import CoveredCaches, DigestStream, TableTokens
+from kvpatch.checks.digest_check import (
     MOST_BYTES,
     DigestCheck,
     DigestRead,
     DigestTable,
     seed_of,
 )
-from kvpatch.checks.digests.digests import Stated, Weights, extents_of, range_tokens_of, written
+from kvpatch.checks.digests import Stated, Weights, extents_of, range_tokens_of, written
 from kvpatch.checks.grants import DigestOrder, StatedTables, read_promise
 from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
