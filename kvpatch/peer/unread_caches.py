@@ -139,13 +139,16 @@ def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> 
     if short is not None:
         page, copied = short
         size = page.region.size_bytes
-        what, cure = f"layer {page.layer}", "use a larger --block-size on both sides"
         if page.holder is Holder.WHOLE_STATE:
-            what, cure = f"the state of {what}", "use vLLM 0.32 or later on both sides"
+            raise PeerRefused(
+                f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM "
+                f"copies {copied} of them, by the size of another layer that begins there",
+                "use vLLM 0.32 or later on both sides",
+            )
         raise PeerRefused(
-            f"{what} has {size} bytes in a block, and this vLLM copies {copied} of them, by the "
-            "size of another layer that begins there",
-            cure,
+            f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of "
+            "them, by the size of another layer that begins there",
+            "use a larger --block-size on both sides",
         )
     ranks = remote.tp_size, local.tp_size
     regions = regions_of(remote.addresses, remote.block_bytes)
