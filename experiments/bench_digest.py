@@ -21,12 +21,11 @@ from harness import Goal, conclude, console_of, options_of, seconds_of, table_of
 from rich.progress import track
 from rich.table import Table
 
-from kvpatch.checks.digests.cache_digests import SLICE_BYTES, TableTokens, sums_of
-from kvpatch.checks.digests.digest_pieces import DigestPiece
-from kvpatch.checks.digests.digests import Weights
-from kvpatch.geometry.plane import Content
+from kvpatch.checks.cache_digests import SLICE_BYTES, TableTokens, sums_of
+from kvpatch.checks.digest_pieces import DigestPiece
+from kvpatch.checks.digests import Weights
+from kvpatch.geometry.plane import Content, Memory
 from kvpatch.geometry.segments import BlockList
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout

@@ -162,11 +162,7 @@ class HoldCheck(TableRead[HoldTable]):
 
 
 def check_hold(table: HoldTable, context: RequestContext, request: ReadRequest) -> None:
-    """Adds to a load's reads a check of P's word, where P states a hold.
-
-    Args:
-        table: where peers' words land.
-    """
+    """Adds to a load's reads a check of P's word, where P states a hold."""
     stated = request.stated.get(HOLD)
     try:
         hold = None if stated is None else read_hold(stated)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Memory
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state

@@ -5,10 +5,9 @@ one layer of it; a plan is a list of byte runs between two sets of planes.
 
 The parts, in the order in which a read uses them:
 
-``tensor_facts``        a tensor's shape, strides, place and memory, without torch
+``plane``               memory, a tensor's facts, one kind of content of one layer, its heads
 ``dimension_order``     the meaning of each dimension of a tensor
 ``layout_strides``      the strides of each layout
-``plane``               one kind of content of one layer, and some heads of it
 ``planes_of_tensors``   the planes of a tensor
 ``cross_layer_blocks``  blocks that hold all layers, and the order of these
 ``segments``            which tokens of which blocks, on both sides

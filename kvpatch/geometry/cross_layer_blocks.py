@@ -35,10 +35,8 @@ class CrossLayerBlocks:
 
     Attributes:
         layers: as they follow one another in a block.
-        axes: of each layer.
         address: of the first block.
         layer_bytes: of each layer in a block, in their order.
-        blocks: how many there are.
     """
 
     layers: tuple[str, ...]

@@ -37,11 +37,6 @@ class Plan:
     sides are one, except across two layers, or across the keys and values of one where
     these lie further apart than blocks do: such neighbours can belong to two
     registrations.
-
-    Attributes:
-        remote_address: where each run is read.
-        local_address: where it is written.
-        length: its bytes.
     """
 
     remote_address: Int64Array
@@ -57,19 +52,10 @@ class Plan:
         )
 
 
-def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
-    """The runs of some copies, each of its own segments.
-
-    Raises:
-        UnplannableCopy: a segment reaches outside a plane.
-    """
-    return _written([_lot(*group) for group in _alike(parts)])
-
-
 def plan_parts(
     parts: Iterable[tuple[Segments, Sequence[Copy]]], most_runs: int = MOST_RUNS
 ) -> Iterator[Plan]:
-    """The same runs in plans one after another, each made when it is asked for.
+    """The runs of some copies, each of its own segments: plans that are made when asked for.
 
     All runs of a long prompt may be millions: the first can be on the wire while the others are
     still to be planned, and those that are not needed any more are not kept.

@@ -15,8 +15,7 @@ from typing import Literal
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, Tile
 
 Axis = Literal["layer", "kv", "block", "head", "token", "channel"]
 #: Some of the axes, from the outermost to the innermost.
@@ -156,8 +155,6 @@ class DenseBlocks:
     Attributes:
         address: of the piece in the first block.
         stride_bytes: from one block to the next.
-        axes: of the piece.
-        tokens: of a block.
         first_head: the global number of the piece's first head.
         key_order: COLUMN_MAJOR swaps token and channel for the keys; TILED has a head's keys and
             values in tiles.

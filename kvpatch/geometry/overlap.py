@@ -13,10 +13,9 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Plane, extent_bytes
 from kvpatch.geometry.plane_copies import Copy, contiguous_bytes, copies_between
 from kvpatch.geometry.segments import Segments
-from kvpatch.geometry.tensor_facts import extent_bytes
 
 ALIGNMENT_BYTES = 64
 """Spans in the buffer begin at multiples of it, so that a copy can move wide units."""
@@ -34,9 +33,7 @@ class StagedSpan(NamedTuple):
     Attributes:
         address: of the span's first byte in block 0.
         block_stride: from one remote block to the next.
-        span_bytes: of the span.
         staged_bytes: from one block to the next in the buffer.
-        copies: to be made out of it.
     """
 
     address: int

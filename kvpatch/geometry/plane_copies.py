@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane import Content, Plane, extent_bytes
 from kvpatch.geometry.segments import Int64Array, Segments
-from kvpatch.geometry.tensor_facts import extent_bytes
 
 
 class CopyAxis(NamedTuple):
@@ -73,20 +72,6 @@ class Copy:
     remote_address: int
     local_address: int
     strides: CopyStrides
-
-
-def missing_heads(
-    remote_planes: Sequence[Plane], local_planes: Sequence[Plane]
-) -> tuple[tuple[str, Content, int], ...]:
-    """(layer, content, global head) of local planes that no remote plane holds."""
-    held = _by_content(remote_planes)
-    return tuple(
-        (local.layer, local.content, head)
-        for local in local_planes
-        for start, end, remote in _head_ranges(local, held[local.layer, local.content])
-        if remote is None
-        for head in range(start, end)
-    )
 
 
 def _by_content(planes: Sequence[Plane]) -> defaultdict[tuple[str, Content], list[Plane]]:

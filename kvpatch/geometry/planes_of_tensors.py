@@ -9,8 +9,16 @@ from typing import NoReturn
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import strides_of_order
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
-from kvpatch.geometry.tensor_facts import TensorFacts, axes_nest, extent_bytes
+from kvpatch.geometry.plane import (
+    Content,
+    Counts,
+    Plane,
+    Strides,
+    TensorFacts,
+    Tile,
+    axes_nest,
+    extent_bytes,
+)
 
 
 def read_planes(
@@ -23,7 +31,6 @@ def read_planes(
     """The planes that a tensor holds: keys and values, or the one content that it has.
 
     Args:
-        layer: the name that a refusal carries.
         order: what each dimension of ``facts.shape`` means.
         key_order: COLUMN_MAJOR for the CPU backend's vector kernels, TILED for its tiles.
         first_head: the global number of the tensor's first KV head; contents without

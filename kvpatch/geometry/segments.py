@@ -22,7 +22,6 @@ class BlockList:
     Attributes:
         block_ids: one-dimensional; ids count the blocks of the planes they will be used
             with, so kernel blocks where those are smaller (:func:`kernel_blocks`).
-        block_tokens: tokens of one block.
         first_token: the position in the request of the first token of the first block;
             not 0 where the list starts behind a prefix hit or inside a sliding window.
     """

@@ -52,7 +52,6 @@ class Chunk:
     Attributes:
         remote_address: where each run is read.
         staging_offset: where it lands, from the start of the buffer.
-        length: its bytes.
         buffer_bytes: the size of the buffer that the chunk needs.
     """
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry.plane import axes_nest, extent_bytes
 from kvpatch.geometry.segments import Int64Array
-from kvpatch.geometry.tensor_facts import axes_nest, extent_bytes
 from kvpatch.transfer.one_memory import streams_of
 from kvpatch.transfer.plane_bytes import integers_of, uploaded
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.layout_strides import are_split, block_bytes
-from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.tensor_facts import extent_bytes
+from kvpatch.geometry.plane import Plane, extent_bytes
 from kvpatch.worker.registered_caches import LayerCache, is_as_planned, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state

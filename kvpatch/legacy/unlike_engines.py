@@ -29,10 +29,9 @@ from kvpatch.load import read_request
 from kvpatch.load.prompt_hashes import read_prompt
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader
-from kvpatch.load.reader_attachment import can_read, leases_of
+from kvpatch.load.reader_attachment import InspectedCaches, can_read, leases_of
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.cross_layer_blocks import listener_told
-from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.peer.statement import with_names, words_of
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead

@@ -24,10 +24,9 @@ from kvpatch.core.errors import AS_ANSWERED, PeerRefused, ReadRefused, Unexpecte
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.overlap import DEVICE_MEMORY, HOST_MEMORY, Overlap, is_direct
-from kvpatch.geometry.plane import HeadName, Plane
+from kvpatch.geometry.plane import HeadName, Memory, Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, RequestContext
 from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
@@ -55,7 +54,6 @@ class HeterogeneousReads:
     """The maker of one worker's reads from peers of another geometry.
 
     Args:
-        reader: the worker's reader.
         nixl: the worker's NIXL agent, as the thread may use it that moves reads on.
         pool: the pool that staged reads land in.
         thread: moves reads on between the engine's steps; None for the steps alone.

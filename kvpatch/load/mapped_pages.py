@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpatch.core.errors import ReadRefused
+from kvpatch.geometry.plane import extent_bytes
 from kvpatch.geometry.segments import Int64Array, kernel_blocks
-from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.registered_caches import LayerCache

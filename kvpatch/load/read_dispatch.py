@@ -17,9 +17,8 @@ from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
-from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.read_request import ReadRequest, ReorderedLoads
 from kvpatch.load.reader import Reader, RequestContext
-from kvpatch.load.reordered_loads import ReorderedLoads
 from kvpatch.load.smaller_blocks import (
     Blocks,
     mend_pairing,

@@ -41,10 +41,8 @@ class RankRead(NamedTuple):
     """A read of one rank of a peer, before it is made.
 
     Attributes:
-        number: of the rank.
         agent: NIXL's name of it.
         mask: hides its addresses in P's answers; None where it is not known.
-        lease: of its blocks.
         is_paced: whether a thread drives the read, and not the next step alone.
         taken: heads that come from other ranks, and are not compared with what this one has;
             None where the release reads, which may fill some from several.
@@ -125,7 +123,6 @@ class Destination:
     """The memory that reads fill.
 
     Attributes:
-        tensors: where the bytes are placed.
         device: the device of what is registered with NIXL, and of the staging pool.
         layers: the layers of `tensors`, where the release was shown other tensors: a host buffer of
             the same layout and other blocks, or stand-ins for cross-layer blocks. None where it was
@@ -147,7 +144,6 @@ class Reader:
     """The state of one worker's reads.
 
     Args:
-        destination: the memory that reads fill.
         mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
 
     Attributes:
@@ -158,7 +154,6 @@ class Reader:
         understood: notifications by sender -> those that the release can take.
         masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
         check_makers: give each load the makers of its reads' checks.
-        book: the book of the worker's samples.
         failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 

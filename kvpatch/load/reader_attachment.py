@@ -1,4 +1,4 @@
-"""Gives a worker that has registered its caches the reader that fills them."""
+"""Reads the tensors that a worker is handed, and gives it the reader that fills them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,143 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, lcm
 from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.proxies import AgentProxy, replaced
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Destination, Reader
 from kvpatch.peer.agent_metadata import places_digest
+from kvpatch.peer.block_shapes import heads_of, kv_split_of, tokens_of
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
-from kvpatch.peer.inspected_caches import (
-    Cache,
-    InspectedCaches,
-    are_in_regions,
-    has_blocks_of,
-    is_plain,
-)
 from kvpatch.peer.other_releases import Notifications
-from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_ranks import places_of_states
 from kvpatch.transfer.lease import Leases
+from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
-from kvpatch.worker.recurrent_state import StatePages, states_digest
-from kvpatch.worker.registered_caches import DeviceCaches
+from kvpatch.worker.recurrent_state import StatePages, division_of, pages_of, states_digest
+from kvpatch.worker.registered_caches import DeviceCaches, LayerCache, differ_in_shape, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.vllm_bugs import (
     ask_for_tiles,
-    take_planned_blocks,
-    takes_heads_for_tokens,
+    mend_block_size,
+    refuse_steps_under_way,
 )
+
+#: All layers, the groups that they are in, and how keys lie in a block.
+Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
+
+
+@dataclass(frozen=True)
+class InspectedCaches:
+    """The caches that a worker is about to register.
+
+    Attributes:
+        cache: the layers, groups and key order; None where kvpatch cannot read into them.
+        behind: the same of the device's tensors, where those to register are a host buffer's.
+        states: the pages of the layers with recurrent state.
+        blocks_hold_both: True if the backend's own blocks hold keys, and then values, in rows.
+    """
+
+    cache: Cache | None
+    behind: Cache | None
+    states: Mapping[str, StatePages]
+    blocks_hold_both: bool
+
+
+def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCaches:
+    """Reads what a worker is handed, before registering it shows split tensors otherwise."""
+    refuse_steps_under_way(release)
+    cache = _read_cache(release, kv_caches, leave_state=True)
+    device = worker_state(release.worker).held(DeviceCaches)
+    states: Mapping[str, StatePages] = {}
+    if cache is not None and len(cache[0]) < len(kv_caches):
+        states = _read_states(release, kv_caches, cache)
+        cache = cache if states and device is None else None
+    behind = cache if device is None else _read_cache(release, device.tensors)
+    has_both = False
+    if cache is not None and cache[2] is KeyOrder.ROW_MAJOR:
+        orders = [release.orders(layer)[0].dimensions for layer in cache[0]]
+        has_both = all(dimensions[:2] == ("block", "kv") for dimensions in orders)
+    return InspectedCaches(cache, behind, states, has_both)
+
+
+def _read_states(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
+) -> dict[str, StatePages]:
+    """Returns the pages of all layers but those of `cache`; none where one is no such page."""
+    layers, _, _ = cache
+    for layer in layers.values():
+        starts = [plane.address for plane in layer.planes]
+        if max(starts) - min(starts) >= layer.planes[0].strides_bytes.block:
+            return {}  # a block does not end before the next one begins, as states have it
+    found = {}
+    for name in sorted(kv_caches.keys() - layers.keys()):
+        spec = release.spec_of(name)
+        pages = pages_of(kv_caches[name], spec) if hasattr(spec, "shapes") else None
+        if pages is None:
+            return {}
+        found[name] = replace(pages, division=division_of(release, spec))
+    return found
+
+
+def _is_plain(release: ReleaseWorker) -> bool:
+    """True if reads go straight to the registered cache, all tokens of it.
+
+    False with a host buffer of the release's, memory of two kinds, or context parallelism: there
+    the release's own rules hold.
+    """
+    return not (
+        release.has_own_mirror
+        or (release.facts.names_regions and release.worker._mixed_mem_types)
+        or max(release.context_sizes, default=1) > 1
+    )
+
+
+def _has_blocks_of(block_tokens: int, cache: Cache) -> bool:
+    """True if every tensor's blocks are the ones that the worker will name.
+
+    The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
+    several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
+    0.30 on their least common multiple.
+    """
+    layers, groups, _ = cache
+    found = [tokens_of(layers, group.layers & layers.keys()) for group in groups]
+    if any(len(tokens) > 1 for tokens in found):
+        return False
+    every = set[int]().union(*found)
+    if differ_in_shape(layers):
+        return block_tokens in (min(every), lcm(*every))
+    return every == {block_tokens}
+
+
+def _read_cache(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], *, leave_state: bool = False
+) -> Cache | None:
+    """Reads all layers; None where one cannot be read, so that peers are left to the release.
+
+    Args:
+        leave_state: True if layers that are no attention may be left out.
+    """
+    worker, key_order = release.worker, release.key_order()
+    if key_order is None:
+        return None
+    total_heads = worker.model_config.get_total_num_kv_heads()
+    first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
+    layers = read_layers(release, kv_caches, key_order, first_head)
+    if not layers or (len(layers) < len(kv_caches) and not leave_state):
+        return None
+    return layers, release.groups(layers), key_order
+
+
+# --- once it has registered ----------------------------------------------------------------------
 
 #: vLLM's own default of ``decoder_kv_blocks_ttl``.
 _READ_BACK_SECONDS = 480
@@ -49,13 +153,7 @@ def attach_reader(
 ) -> None:
     """Gives a worker its reader, where its cache is one that can be read into."""
     worker = release.worker
-    is_misread = (
-        release.facts.topology_has_block_size
-        and own.cache is not None
-        and takes_heads_for_tokens(worker, own.cache[0])
-    )
-    if is_misread:
-        take_planned_blocks(worker)
+    is_misread = own.cache is not None and mend_block_size(release, own.cache[0])
     if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
@@ -121,16 +219,15 @@ def _seconds(read: Callable[[], Any]) -> float:
 
 def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
     """True if a worker's cache is one that can be read into."""
-    return (
-        own.cache is not None
-        and is_plain(release)
-        and has_blocks_of(release.worker.block_size, own.cache)
-        and (
-            worker_state(release.worker).held(RegisteredCrossLayerBlocks) is not None
-            or not own.states
-            or are_in_regions(release, own.states)
-        )
-    )
+    if own.cache is None or not _is_plain(release):
+        return False
+    if not _has_blocks_of(release.worker.block_size, own.cache):
+        return False
+    if not own.states or worker_state(release.worker).held(RegisteredCrossLayerBlocks) is not None:
+        return True
+    # A peer's pages follow from its regions: each layer's begin where a region does.
+    begins = {pages.address for pages in own.states.values()}
+    return release.stated_layout in LAYER_BY_LAYER and begins <= {*release.addresses}
 
 
 def _local_geometry(
@@ -141,17 +238,15 @@ def _local_geometry(
     blocks = state.held(RegisteredCrossLayerBlocks)
     shown = layers if blocks is None else blocks.shown
     ours = local_geometry_of(release, shown, key_order)
-    if own.blocks_hold_both:
-        ours = replace(ours, kv_split=kv_split_of(ours))
     known = backend_layouts(release)
     ours = replace(
         ours,
         misreads_blocks=is_misread,
         planned_layout=state.planned_layout,
         backend_layout=next(iter(known)) if len(known) == 1 else None,
+        kv_split=kv_split_of(ours) if own.blocks_hold_both else None,
+        groups=tuple(group.layers for group in groups) if len(groups) > 1 else None,
     )
-    if len(groups) > 1:
-        ours = replace(ours, groups=tuple(group.layers for group in groups))
     return _with_states(release.worker, ours, own.states, blocks) if own.states else ours
 
 

@@ -69,8 +69,7 @@ def _register(
     """Registers tensors in the steps that are on."""
     # Schedulers, which register nothing, import none of it.
     from kvpatch.load import shown_tensors
-    from kvpatch.load.reader_attachment import attach_reader
-    from kvpatch.peer.inspected_caches import inspect
+    from kvpatch.load.reader_attachment import attach_reader, inspect
 
     worker, reads = release.worker, "unlike_engines" in steps
     state = worker_state(worker)

@@ -17,9 +17,9 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.load.read_request import note_peer
 from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import blocks_undivided
-from kvpatch.load.reordered_loads import note_peer
 from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
@@ -48,11 +48,11 @@ from kvpatch.peer.statement import (
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
+from kvpatch.worker.recurrent_state import divided_states
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import shared_rows
 from kvpatch.worker.state import WorkerState, worker_state
-from kvpatch.worker.state_division import divided_states
 
 if TYPE_CHECKING:
     from kvpatch.peer.remote_ranks import RemoteRank
@@ -133,7 +133,6 @@ class Handshake:
     """A call of the release's that books one rank of a peer.
 
     Attributes:
-        wrapped: the release's own.
         contexts: the peer's context-parallel size, where the release hands it on (from 0.29).
     """
 
@@ -169,8 +168,9 @@ class Handshake:
         # What a P of another release has stated in its own words.
         stated = self.metadata.engine_id, self.tp_rank
         statement = None if known is None else known.stated(*stated)
-        if statement is None:
-            self._check_contents()
+        contents = contents_of(self.release) if statement is None else None
+        if contents is not None:
+            check_contents(contents, self._words.get(CONTENTS))
         if isinstance(local, UnreadCache) and statement is not None:
             raise PeerRefused(
                 "this engine's cache is not one that kvpatch reads into, and it is of another "
@@ -223,12 +223,6 @@ class Handshake:
         channels = self.state.of(SideChannels)
         return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
 
-    def _check_contents(self) -> None:
-        """Refuses a P whose blocks of states or rings hold something else than ours."""
-        ours = contents_of(self.release)
-        if ours is not None:
-            check_contents(ours, self._words.get(CONTENTS))
-
     def act(self, decision: Decision) -> Any:
         """Carries out a decision: the release adds the peer in the form that was decided.
 
@@ -247,7 +241,7 @@ class Handshake:
         reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
             if reader.destination.states:
-                book_own_cut(self.worker, self.facts, reader.ours, engine_id)
+                book_own_cut(self.worker, reader.ours, engine_id)
             reader.peers.pop(engine_id, None)
         return self.as_release()
 
@@ -301,13 +295,12 @@ class Handshake:
         """
         view = homogeneous_metadata(
             self.metadata,
-            self.facts,
             peer,
             ours,
             block_bytes_as_ours(ours, peer),
             own_regions(self.worker, self.facts),
             most_blocks=ours.kernel_blocks_per_block,
         )
-        book_own_cut(self.worker, self.facts, ours, peer.engine_id)
-        with taken_for_like(self.worker, self.facts, ours, peer) as ranks:
+        book_own_cut(self.worker, ours, peer.engine_id)
+        with taken_for_like(self.worker, ours, peer) as ranks:
             return self._book(view, ranks)

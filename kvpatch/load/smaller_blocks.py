@@ -95,7 +95,6 @@ def why_joined_wrongly(
     Args:
         key_order: None where nobody knows it.
         decode_contexts: ranks that share out a block's tokens.
-        layout: as it is stated.
     """
     if key_order is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"

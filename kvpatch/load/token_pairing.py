@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kvpatch.core.errors import AS_ANSWERED, ReadRefused, UnexpectedRead, UnlikePrompts
-from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.segments import (
     BlockList,
@@ -304,6 +304,4 @@ def states_plan(
                 (there + run.remote_offset, here + run.local_offset, run.size_bytes)
                 for run in theirs[name].runs
             ]
-    if not runs:
-        return plan_runs(())
-    return Plan(*np.asarray(runs, dtype=np.int64).T)
+    return Plan(*np.asarray(runs, dtype=np.int64).reshape(-1, 3).T)

@@ -37,7 +37,7 @@ from kvpatch.worker.envelope import read_step
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if not facts.listens_in_scheduler:
         return {}
-    from kvpatch.checks.digests import worker_digests  # what is off is not imported
+    from kvpatch.checks import worker_digests  # what is off is not imported
 
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_digests.make_table),

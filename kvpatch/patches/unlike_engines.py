@@ -66,8 +66,8 @@ from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.common_prompt import may_load
+from kvpatch.load.read_request import ReorderedLoads, note_loads
 from kvpatch.load.registration import registration_step
-from kvpatch.load.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.peer.other_releases import Address
 from kvpatch.worker.engine_steps import Around, around
 from kvpatch.worker.envelope import WORDS, read_statement, write_statement, write_step

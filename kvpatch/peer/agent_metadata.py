@@ -123,7 +123,6 @@ class AgentMetadata:
             where the release does not say.
         layout: the name that was sent; None where the release does not say.
         blocks: kernel blocks in each region.
-        addresses: where each region starts.
         block_bytes: the bytes of one kernel block in each region.
         stride_bytes: from one kernel block of a region to the next.
         backend: the attention backend's name; None where the release does not say.

@@ -1,4 +1,4 @@
-"""The content of a layer's blocks on both sides: heads, tokens, and which of them move whole.
+"""The content of blocks on both sides: heads, tokens, keys and values, and what moves whole.
 
 Attention groups may have several shapes (Gemma: other heads and head_dim in layers with full
 attention than in those with windows). vLLM then plans blocks of more tokens for the smaller
@@ -11,47 +11,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
-from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
-from kvpatch.geometry.layout_strides import Axes, row_bytes
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.plane_copies import check_whole
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
-from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache
 
 ONE_SIZE = "use one --tensor-parallel-size on both sides"
-
-
-class BlockShape(NamedTuple):
-    """The shape of one layer's blocks on one rank of a peer."""
-
-    first_head: int
-    heads: int
-    tokens: int
-
-
-class Piece(NamedTuple):
-    """Some heads of a layer of ours, in one dense piece of each block of a peer's region.
-
-    Attributes:
-        members: our planes of what is in it.
-        offset_bytes: from the region's start to the piece in the first block.
-    """
-
-    members: Sequence[Plane]
-    region: int
-    axes: Axes
-    shape: BlockShape
-    offset_bytes: int = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Returns the bytes that it takes of a block."""
-        return self.shape.tokens * self.shape.heads * row_bytes(self.members)
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -62,42 +32,6 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int]:
     """Returns the tokens of a kernel block of some layers."""
     return {plane.counts.block_tokens for name in names for plane in layers[name].planes}
-
-
-def shape_at_peer(
-    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int | None
-) -> BlockShape:
-    """Returns the heads and tokens of a layer in a peer's block of so many bytes.
-
-    Args:
-        members: our planes of what is in that block.
-        size_bytes: None where blocks of all layers have the tokens that the peer states.
-    """
-    first, tokens = members[0], peer.block_tokens or ours.block_tokens
-    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    if first.content is Content.LATENT:
-        return BlockShape(0, 1, tokens)
-    if first.content is Content.SLOT:
-        return BlockShape(first_head * first.counts.heads, first.counts.heads, tokens)
-    if not ours.layers_differ_in_shape:
-        return BlockShape(first_head, heads, tokens)
-    if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
-        raise PeerRefused(
-            "layers of several shapes have heads of which nobody knows which rank has them",
-            ONE_SIZE,
-        )
-    heads = first.counts.heads
-    if size_bytes is None:
-        return BlockShape(first.first_head, heads, tokens)
-    token_bytes = heads * row_bytes(members)
-    tokens, rest = divmod(size_bytes, token_bytes)
-    if rest or not tokens:
-        raise PeerRefused(
-            f"{size_bytes} bytes are no whole number of tokens of layer {first.layer}, which "
-            f"take {token_bytes}",
-            "use one model, --dtype and --kv-cache-dtype",
-        )
-    return BlockShape(first.first_head, heads, tokens)
 
 
 def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plane]) -> None:
@@ -202,3 +136,92 @@ def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
                     f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
                     "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
                 ) from error
+
+
+def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if it has more ranks than we do, and the release meets one of them."""
+    return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
+
+
+def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if the release refuses a peer of another TP size for the heads that some ranks share."""
+    if peer.tp_size == ours.tp_size or not ours.has_heads:
+        return False
+    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
+    if peer.tp_size > ours.tp_size:
+        return peer.tp_size >= least
+    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
+        return False
+    return peer.tp_size < least  # else the release takes both for holders of one head a rank
+
+
+def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) -> None:
+    """Refuses a peer without a compared hash whose rows the release would take for ours.
+
+    What it reads into a CPU's cache it reorders itself, or ends by it. Keys by column are in no
+    other cache, known to the table of releases or not.
+    """
+    own, theirs = facts.form_of(own_backend), facts.form_of(backend)
+    if theirs is None or own == theirs:
+        return
+    is_reordered = own is not None and own.by_column and not facts.ends_by_reordering
+    if not is_reordered and (own is not None or theirs.by_column):
+        raise PeerRefused(
+            f"its attention backend is {backend}, whose blocks are {theirs}, and ours "
+            f"{own_backend}, whose blocks are {own or 'rows, or not known here'}",
+            "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which "
+            "has its hash compared, or use one attention backend on both sides",
+        )
+
+
+# --- split K/V ------------------------------------------------------------------------
+#
+# In releases <= 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23
+# on; kvcached keeps the two apart. A handshake names neither, and states regions and bytes: a cache
+# whose keys and values are split has twice the regions, of half a block each.
+
+
+#: kvcached's pages are a multiple of this; its tensors end with the last whole page.
+PAGE_BYTES = 2 << 20
+
+
+def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
+    """Returns how a worker has registered keys and values that its backend's blocks hold both."""
+    found = {
+        sum(plane.address in ours.addresses for plane in layer.planes)
+        for layer in ours.layers.values()
+    }
+    if found == {2}:
+        return "apart"
+    return "together" if found == {1} else None
+
+
+def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None:
+    """Returns how a peer of our backend keeps keys and values; None where that is not in question.
+
+    None too where its regions are neither ours, nor twice or half as many.
+    """
+    count, theirs = len(ours.addresses), len(peer.addresses)
+    if peer.cache_shape is not None:
+        return "apart" if peer.cache_shape == "keys first" else "together"
+    if ours.kv_split is None or peer.form is not None:
+        return None
+    if theirs == count:
+        return ours.kv_split
+    if ours.kv_split == "together":
+        return "apart" if theirs == 2 * count else None
+    return "together" if 2 * theirs == count else None
+
+
+def may_be_kvcacheds(peer: AgentMetadata, parts: Iterable[int]) -> bool:
+    """True if a peer that states keys and values together may keep them apart.
+
+    A worker with kvcached and without a patch for its tensors says what a plain one says.
+    kvcached cuts a number of whole pages into blocks, and leaves less than a block over.
+
+    Args:
+        parts: into how many kernel blocks a block of its may be cut.
+    """
+    half_bytes = peer.block_bytes[0] // 2
+    rest_bytes = -(peer.blocks * half_bytes) % PAGE_BYTES
+    return any(peer.blocks % part == 0 and rest_bytes < part * half_bytes for part in parts)

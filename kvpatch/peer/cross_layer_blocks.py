@@ -59,7 +59,6 @@ class RegisteredCrossLayerBlocks:
 
     Attributes:
         pool: where the blocks really lie.
-        form: the form that peers are told.
         shown: the caches of the tensors that the release was shown.
         states: the layers with recurrent state in the blocks.
         ends: the end of each attention layer's part, in bytes from a block's beginning.

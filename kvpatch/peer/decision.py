@@ -9,14 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner_layout
 from kvpatch.geometry.plane import Plane
-from kvpatch.peer.accepted_peers import as_accepted, refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import peer_memory, split_by_nobody
-from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
-from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds, peer_regions
+from kvpatch.peer.block_shapes import (
+    has_ranks_unmet,
+    has_replicated_heads,
+    kv_split_of_peer,
+    may_be_kvcacheds,
+    peer_memory,
+    refuse_other_rows,
+    split_by_nobody,
+)
+from kvpatch.peer.peer_hash import Explanation
+from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.remote_ranks import (
     RemoteRank,
     check_ranks_of_states,
@@ -27,7 +35,7 @@ from kvpatch.peer.remote_ranks import (
 )
 from kvpatch.peer.statement import DeclaredGeometry, check_key_order, complete
 from kvpatch.peer.unread_caches import UnreadCache, check_unread
-from kvpatch.worker.cache_kinds import Holds
+from kvpatch.worker.cache_kinds import PLAIN_CACHE_DTYPES, Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 
 # --- what is decided ------------------------------------------------------------------
@@ -75,7 +83,6 @@ class LocalCache:
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
-        declared: what the operator says of peers.
     """
 
     geometry: LocalGeometry
@@ -109,15 +116,16 @@ def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: Releas
                 "another layout than it states",
                 "set ENABLE_KVPATCH there too",
             )
-        is_right = is_compatible(ours, peer)
+        joins = not is_open and _may_join(local, peer, facts)
+        is_right = is_compatible(ours, peer, joins=joins)
         if is_open and not (is_right and completed.is_like):
             raise PeerRefused(
                 "this vLLM's handshake does not say all of its blocks, and they are not like ours",
                 f"set {' and '.join(completed.variables)} to what P has, or set ENABLE_KVPATCH on "
                 "P",
             )
-        is_ours = local.reads_all or is_misread(ours, peer)
-        if (is_right and not is_ours) or _is_joined(local, peer, facts):
+        is_ours = local.reads_all or (is_misread(ours, peer) and not joins)
+        if is_right and not is_ours:
             check_state_sizes(peer, sizes_at_peer(ours, peer))
             return Stock(completed.variables)
         if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
@@ -131,6 +139,7 @@ def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: Releas
                 "its ranks share out the tokens of a block",
                 "use --decode-context-parallel-size 1 on the prefill side",
             )
+        check_ranks_of_states(ours, peer)  # of which cross-layer blocks have other regions
         return Read(_mapping_of(local, peer), completed.variables if is_open else ())
     except PeerRefused as error:
         both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
@@ -141,7 +150,6 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     """Returns where a peer's layers lie, and where they overlap ours."""
     from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of it
 
-    check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
     states = states_of_peer(local.geometry, peer)
     overlaps = overlaps_of(regions, local.planes)
@@ -155,7 +163,7 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     return RemoteRank(peer, tuple(regions), overlaps, states=states)
 
 
-def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
+def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
     """True if the release may join a peer's smaller blocks though some of its layers move whole."""
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
@@ -166,17 +174,19 @@ def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> b
         and not local.reads_all
         and ours.layout in LAYER_BY_LAYER
         and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
-        and is_compatible(ours, replace(peer, block_tokens=ours.block_tokens))
     )
 
 
 # --- which peers the release reads rightly ------------------------------------------------
 
 
-def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = False) -> bool:
     """True if the release reads this peer rightly: the same blocks, in the same order inside.
 
     Refuses a peer of which nobody can tell what its blocks hold.
+
+    Args:
+        joins: True if the release joins the peer's blocks, which are smaller.
     """
     if ours.planned_layout is not None and peer.layout == ours.planned_layout:
         raise PeerRefused(
@@ -200,7 +210,8 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
         and not has_replicated_heads(ours, peer)
         and not split_by_nobody(ours, peer)
     )
-    same_blocks = peer.block_tokens == ours.block_tokens and same_cut and same_layout and same_heads
+    same_tokens = joins or peer.block_tokens == ours.block_tokens
+    same_blocks = same_tokens and same_cut and same_layout and same_heads
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     # Else a CPU's whose processor packs keys otherwise.
     if packs_alike and same_blocks and same_split and not ours.misses_pages:
@@ -236,3 +247,160 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
             "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
     return False
+
+
+# --- peers that differ in what KVPATCH_ACCEPT names: their release, their backend ------------
+#
+# Their hash, or the fields of their answer, have said in what they differ. Engines that mean the
+# same by what they say to each other are then read as any others are; one that puts the same rows
+# elsewhere is read by where its release and its backend put them. What nobody here can tell is
+# refused.
+
+#: What both releases must do alike for either to understand the other, and in what words.
+ALIKE = {
+    "has_cache_groups": "names a request's blocks by cache group",
+    "states_kernel_blocks": "says how blocks are cut",
+    "grants_leases": "keeps blocks by leases that D renews",
+    "names_layouts": "names layouts by all their dimensions",
+}
+#: The backend that is known between releases which speak otherwise: it cuts no blocks.
+FLASH_ATTENTION = "FLASH_ATTN"
+
+_ONE_VLLM = "use one vLLM on both sides"
+_ALIKE_IN_BOTH = "use one vLLM and one attention backend on both sides"
+_ONE_BACKEND = "use one attention backend on both sides"
+_ONE_SIZE = "use one --tensor-parallel-size or one vLLM on both sides"
+
+
+def as_accepted(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
+    """Returns a peer with how its blocks differ from ours, where it is accepted, or refuses it.
+
+    Args:
+        is_plain: True if there are neither windows nor drafted tokens here, and our cache is
+            registered as it is.
+    """
+    named = peer.named
+    if named is not None:
+        if peer.backend not in (None, named.backend):
+            raise PeerRefused(
+                f"by its hash its attention backend is {named.backend}, and its handshake says "
+                f"{peer.backend}",
+                _ONE_VLLM,
+            )
+        if named.cache_dtype not in PLAIN_CACHE_DTYPES:
+            raise PeerRefused(
+                f"where scales lie in a cache of {named.cache_dtype} is for each backend and "
+                "release to say",
+                "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
+            )
+        if ours.states:
+            raise PeerRefused(
+                "this model has recurrent state too, and a hash names the backend of one layer "
+                "alone",
+                _ALIKE_IN_BOTH,
+            )
+        for name, layer in ours.layers.items():
+            if layer.kind.holds is not Holds.ROWS:
+                raise PeerRefused(
+                    f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this "
+                    "one only rows of tokens are read",
+                    _ALIKE_IN_BOTH,
+                )
+        if not ours.backends <= {ours.backend}:
+            raise PeerRefused(
+                "layers of this model have the attention backends "
+                f"{', '.join(sorted(ours.backends))}, and a hash names the first one's alone",
+                _ALIKE_IN_BOTH,
+            )
+    if peer.releases:
+        return _of_other_release(ours, peer, is_plain=is_plain)
+    return peer if named is None else _of_named(ours, peer, named)
+
+
+def _of_named(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
+    """Returns a peer whose backend counts as ours: what differs by the backend is stated."""
+    own, theirs = ours.facts, FACTS[named.release]
+    for name, does in ALIKE.items():
+        if getattr(own, name) != getattr(theirs, name):
+            which = own if getattr(own, name) else theirs
+            raise PeerRefused(
+                f"of vLLM {own.release} and {theirs.release} only {which.release} {does}", _ONE_VLLM
+            )
+    if own.generation != theirs.generation and peer.tp_size != ours.tp_size:
+        raise PeerRefused(
+            f"what vLLM {own.release} tells a P of {theirs.release} of its ranks is not known",
+            _ONE_SIZE,
+        )
+    own_form, form = own.form_of(ours.backend), theirs.form_of(named.backend)
+    # Of rows that are packed a layout's name says where they lie.
+    is_named = own.names_layouts and {f and f.shape for f in (own_form, form)} == {"packed"}
+    if own_form is None or form is None or not (own_form == form or is_named):
+        raise PeerRefused(
+            f"blocks of {named.backend} in vLLM {theirs.release} are {form or 'not known here'}, "
+            f"and those of {ours.backend} in {own.release} {own_form or 'not known here'}",
+            f"{_ONE_BACKEND} (--attention-backend)",
+        )
+    if "attn_backend" in named.factors and not own.states_kernel_blocks:
+        raise PeerRefused(
+            "this release's handshake does not say how a backend cuts its blocks",
+            f"{_ONE_BACKEND}, or vLLM 0.21 or later",
+        )
+    peer = replace(peer, backend=ours.backend)
+    if form == own_form or form.shape == "latents":
+        return peer
+    keys = KeyOrder.COLUMN_MAJOR if form.by_column else KeyOrder.ROW_MAJOR
+    return replace(peer, cache_shape=form.shape, key_order=keys)
+
+
+def _of_other_release(ours: LocalGeometry, peer: AgentMetadata, *, is_plain: bool) -> AgentMetadata:
+    """Returns a peer of another release with the shape of its tensors."""
+    named = peer.named
+    if named is not None:
+        if named.release not in peer.releases:
+            raise PeerRefused(
+                f"by its hash it runs vLLM {named.version}, and by what it says one of "
+                f"{', '.join(peer.releases)}",
+                _ONE_VLLM,
+            )
+        peer = replace(peer, releases=(named.release,), backend=named.backend)
+    is_known = (
+        is_plain
+        and not ours.states
+        and ours.groups is None
+        and not ours.layers_differ_in_shape
+        and ours.key_order is KeyOrder.ROW_MAJOR
+        and all(layer.kind.holds is Holds.ROWS for layer in ours.layers.values())
+    )
+    if not is_known:
+        raise PeerRefused(
+            "of another release full attention of one shape is read alone, into caches as they "
+            "are (no windows, states, drafted tokens, host buffers or caches of other kinds)",
+            _ONE_VLLM,
+        )
+    if peer.form is not None or not {ours.layout, peer.layout} <= set(LAYER_BY_LAYER):
+        raise PeerRefused(
+            f"its layout is {peer.layout} and ours {ours.layout}: between unlike releases those "
+            "alone are known whose layers are apart",
+            "use layout HND or NHD (LBHNC or LBNHC) on both sides",
+        )
+    if peer.tp_size != ours.tp_size:
+        raise PeerRefused(
+            f"it has {peer.tp_size} tensor-parallel ranks and we have {ours.tp_size}", _ONE_SIZE
+        )
+    if peer.backend != FLASH_ATTENTION or ours.backend != FLASH_ATTENTION:
+        raise PeerRefused(
+            f"its attention backend is {peer.backend or 'not stated'} and ours {ours.backend}: "
+            f"between unlike releases {FLASH_ATTENTION} alone is known",
+            _ONE_VLLM,
+        )
+    # Keys and values that lie apart are two regions of a layer, and others one.
+    regions, layers = len(peer.addresses), len(ours.layers)
+    shapes = {FACTS[name].cache_shape for name in peer.releases}
+    fit = [one for one in shapes if regions == layers * (2 if one == "keys first" else 1)]
+    if len(fit) != 1:
+        raise PeerRefused(
+            f"its {regions} regions of {layers} layers are none of vLLM {', '.join(peer.releases)}",
+            "use one model and one vLLM on both sides",
+        )
+    parts = peer.kernel_blocks_per_block or 1  # FlashAttention takes a block of any size whole
+    return replace(peer, cache_shape=fit[0], kernel_blocks_per_block=parts)

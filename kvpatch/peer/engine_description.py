@@ -21,8 +21,8 @@ from kvpatch.core.version import __version__
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer import peer_hash
 from kvpatch.peer.peer_hash import own_factors
+from kvpatch.worker.recurrent_state import StateDivision, state_division
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state_division import StateDivision, state_division
 
 #: The entry that holds the schema's number, by which a description is told from arguments.
 SCHEMA = "kvpatch_description"
@@ -47,7 +47,6 @@ class Layer:
         page_bytes: of one block, with padding; 0 where vLLM was not asked.
         value_dim: the width of values; 0 where there are none apart.
         window: in tokens; 0 for full attention.
-        shapes: of recurrent states.
         parts: by recurrent state, the bytes of a unit, and the units of each part that all ranks
             have together, with True for a part that each rank has whole.
     """

@@ -16,7 +16,7 @@ from kvpatch.core.proxies import replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
-from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.block_shapes import has_ranks_unmet, has_replicated_heads, heads_of
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
@@ -27,7 +27,6 @@ _TIMES_OWN = 16
 
 def homogeneous_metadata(
     metadata: Any,
-    facts: ReleaseFacts,
     peer: AgentMetadata,
     ours: LocalGeometry,
     block_bytes: tuple[int, ...],
@@ -73,7 +72,7 @@ def homogeneous_metadata(
     }
     if peer.memory_kinds:
         stated["region_mem_types"] = [*peer.memory_kinds] * count
-    return restated(metadata, facts, stated)
+    return restated(metadata, ours.facts, stated)
 
 
 def homogeneous_layout(ours: LocalGeometry) -> str:
@@ -90,11 +89,6 @@ def block_bytes_as_ours(ours: LocalGeometry, peer: AgentMetadata) -> tuple[int, 
     _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     return tuple(length * their_heads // our_heads for length in ours.block_bytes)
-
-
-def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if it has more ranks than we do, and the release meets one of them."""
-    return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
 
 
 def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
@@ -144,13 +138,13 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
         )
 
 
-def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_id: str) -> None:
+def book_own_cut(worker: Any, ours: LocalGeometry, engine_id: str) -> None:
     """Makes 0.20 cut the blocks of a hybrid model's peer as this worker's are cut.
 
     By itself, 0.20 takes a page to be no larger than its states need. It then ends by an assertion,
     even between like engines.
     """
-    if facts.books_cuts_of_peers:
+    if ours.facts.books_cuts_of_peers:
         worker._physical_blocks_per_logical[engine_id] = ours.kernel_blocks_per_block
 
 
@@ -161,26 +155,13 @@ def book_own_cut(worker: Any, facts: ReleaseFacts, ours: LocalGeometry, engine_i
 # of its own, and prepares and books such a peer.
 
 
-def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if the release refuses a peer of another TP size for the heads that some ranks share."""
-    if peer.tp_size == ours.tp_size or not ours.has_heads:
-        return False
-    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
-    if peer.tp_size > ours.tp_size:
-        return peer.tp_size >= least
-    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
-        return False
-    return peer.tp_size < least  # else the release takes both for holders of one head a rank
-
-
 @contextmanager
-def taken_for_like(
-    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
-) -> Iterator[int]:
+def taken_for_like(worker: Any, ours: LocalGeometry, peer: AgentMetadata) -> Iterator[int]:
     """Makes the worker take a peer for one like us, while inside; yields its number of ranks.
 
     It compares one layout, and its model has heads of which every rank has some of its own.
     """
+    facts = ours.facts
     with ExitStack() as inside:
         if facts.states_layout:
             inside.enter_context(replaced(worker, kv_cache_layout=homogeneous_layout(ours)))

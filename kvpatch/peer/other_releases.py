@@ -139,11 +139,6 @@ class PeerReleases:
         """Returns what a rank of another release has stated; None of any other."""
         return self._stated.get(engine_id, {}).get(rank)
 
-    @property
-    def has_others(self) -> bool:
-        """True if any rank of another release has stated something."""
-        return any(self._stated.values())
-
     def speaks_otherwise(self, engine_id: str) -> Statement | None:
         """Returns what some rank of a P of another release has stated; None of any other P."""
         return next(iter(self._stated.get(engine_id, {}).values()), None)
@@ -269,11 +264,7 @@ class InterpretedSocket:
     What P answers, the release is told in ours. Its checks and its books stay its own.
 
     Attributes:
-        peer: where P listens.
-        releases: that it may be of.
-        own: of our release.
         own_hash: what P states too, where it is of our release and configured alike.
-        backend: our attention backend.
         tell: what becomes of what a rank has stated; None for one that speaks as we do.
     """
 
@@ -368,8 +359,7 @@ def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
 
 def to_agent(worker: Any, agent: str, message: bytes) -> bytes | None:
     """Does the same where NIXL's name of the rank alone is known."""
-    known = held_by(worker, PeerReleases)
-    if known is None or not known.has_others:
+    if held_by(worker, PeerReleases) is None:
         return message
     for engine_id, ranks in tuple(worker._remote_agents.items()):  # handshakes add to it
         if agent in ranks.values():

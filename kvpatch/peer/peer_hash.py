@@ -86,7 +86,6 @@ class OwnFactors:
     """The values that this engine's hash is made of, and would be made of in other releases.
 
     Attributes:
-        facts: of this engine's release.
         values: of every factor of any release, but for those that this one cannot tell.
     """
 
@@ -110,9 +109,6 @@ class Explanation:
     Attributes:
         version: of its vLLM, as it states it.
         release: of the table, that the version is a build of.
-        backend: its attention backend.
-        own_version: of our vLLM.
-        own_backend: ours.
         cache_dtype: the type of both caches.
     """
 
@@ -263,11 +259,8 @@ def _judged(own: OwnFactors, named: Explanation | None, *, checks: bool) -> Expl
     return named
 
 
-def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
-    """Makes a registered worker explain how a peer's hash differs; the hash it sends stays.
-
-    Returns False where its own hash is made of something that is not known here.
-    """
+def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> None:
+    """Makes a registered worker explain how a peer's hash differs; the hash it sends stays."""
     own = own_factors(release)
     if own is None:
         _LOG.warning(
@@ -275,11 +268,10 @@ def compare_by_factor(release: ReleaseWorker, *, checks: bool) -> bool:
             "peers differ is not said, and %s accepts nothing",
             settings.ACCEPT,
         )
-        return False
+        return
     state = worker_state(release.worker)
     peers = state.of(NamedPeers)
     release.worker.compat_hash = ComparedHash.of(own, peers, state.book, checks=checks)
-    return True
 
 
 def own_factors(release: ReleaseWorker) -> OwnFactors | None:

@@ -9,7 +9,8 @@ layout's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -21,12 +22,13 @@ from kvpatch.geometry.layout_strides import (
     NHD,
     PACKED_HND,
     PACKED_NHD,
+    Axes,
     DenseBlocks,
     block_axes,
     inner_layout_of_axes,
     row_bytes,
 )
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Content, Plane
 from kvpatch.peer.agent_metadata import (
     MOST_TOKENS,
     AgentMetadata,
@@ -35,18 +37,82 @@ from kvpatch.peer.agent_metadata import (
     places_digest,
 )
 from kvpatch.peer.block_shapes import (
-    BlockShape,
-    Piece,
+    ONE_SIZE,
     check_blocks,
     check_planes,
     check_tokens,
     heads_of,
+    kv_split_of,
+    kv_split_of_peer,
     peer_memory,
-    shape_at_peer,
     tokens_of,
 )
-from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
+from kvpatch.worker.local_geometry import LocalGeometry, layout_shown_by
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
+
+
+class BlockShape(NamedTuple):
+    """The shape of one layer's blocks on one rank of a peer."""
+
+    first_head: int
+    heads: int
+    tokens: int
+
+
+class Piece(NamedTuple):
+    """Some heads of a layer of ours, in one dense piece of each block of a peer's region.
+
+    Attributes:
+        members: our planes of what is in it.
+        offset_bytes: from the region's start to the piece in the first block.
+    """
+
+    members: Sequence[Plane]
+    region: int
+    axes: Axes
+    shape: BlockShape
+    offset_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the bytes that it takes of a block."""
+        return self.shape.tokens * self.shape.heads * row_bytes(self.members)
+
+
+def shape_at_peer(
+    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int | None
+) -> BlockShape:
+    """Returns the heads and tokens of a layer in a peer's block of so many bytes.
+
+    Args:
+        members: our planes of what is in that block.
+        size_bytes: None where blocks of all layers have the tokens that the peer states.
+    """
+    first, tokens = members[0], peer.block_tokens or ours.block_tokens
+    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    if first.content is Content.LATENT:
+        return BlockShape(0, 1, tokens)
+    if first.content is Content.SLOT:
+        return BlockShape(first_head * first.counts.heads, first.counts.heads, tokens)
+    if not ours.layers_differ_in_shape:
+        return BlockShape(first_head, heads, tokens)
+    if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
+        raise PeerRefused(
+            "layers of several shapes have heads of which nobody knows which rank has them",
+            ONE_SIZE,
+        )
+    heads = first.counts.heads
+    if size_bytes is None:
+        return BlockShape(first.first_head, heads, tokens)
+    token_bytes = heads * row_bytes(members)
+    tokens, rest = divmod(size_bytes, token_bytes)
+    if rest or not tokens:
+        raise PeerRefused(
+            f"{size_bytes} bytes are no whole number of tokens of layer {first.layer}, which "
+            f"take {token_bytes}",
+            "use one model, --dtype and --kv-cache-dtype",
+        )
+    return BlockShape(first.first_head, heads, tokens)
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
@@ -95,7 +161,7 @@ def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
     if peer.layout in (None, ours.layout) and peer.cache_shape is None:
-        shows = ours.shows_layout or peer.layout is None
+        shows = layout_shown_by(ours.layers) is not None or peer.layout is None
         layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     for layer, region, members in _regions(ours, peer):
         shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
@@ -431,56 +497,3 @@ def _in_cross_layer_blocks(
             f"{peer.block_bytes[0]}",
             "both sides need one model, one --kv-cache-dtype and one --pipeline-parallel-size",
         )
-
-
-# --- split K/V ------------------------------------------------------------------------
-#
-# In releases <= 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23
-# on; kvcached keeps the two apart. A handshake names neither, and states regions and bytes: a cache
-# whose keys and values are split has twice the regions, of half a block each.
-
-
-#: kvcached's pages are a multiple of this; its tensors end with the last whole page.
-PAGE_BYTES = 2 << 20
-
-
-def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
-    """Returns how a worker has registered keys and values that its backend's blocks hold both."""
-    found = {
-        sum(plane.address in ours.addresses for plane in layer.planes)
-        for layer in ours.layers.values()
-    }
-    if found == {2}:
-        return "apart"
-    return "together" if found == {1} else None
-
-
-def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None:
-    """Returns how a peer of our backend keeps keys and values; None where that is not in question.
-
-    None too where its regions are neither ours, nor twice or half as many.
-    """
-    count, theirs = len(ours.addresses), len(peer.addresses)
-    if peer.cache_shape is not None:
-        return "apart" if peer.cache_shape == "keys first" else "together"
-    if ours.kv_split is None or peer.form is not None:
-        return None
-    if theirs == count:
-        return ours.kv_split
-    if ours.kv_split == "together":
-        return "apart" if theirs == 2 * count else None
-    return "together" if 2 * theirs == count else None
-
-
-def may_be_kvcacheds(peer: AgentMetadata, parts: Iterable[int]) -> bool:
-    """True if a peer that states keys and values together may keep them apart.
-
-    A worker with kvcached and without a patch for its tensors says what a plain one says.
-    kvcached cuts a number of whole pages into blocks, and leaves less than a block over.
-
-    Args:
-        parts: into how many kernel blocks a block of its may be cut.
-    """
-    half_bytes = peer.block_bytes[0] // 2
-    rest_bytes = -(peer.blocks * half_bytes) % PAGE_BYTES
-    return any(peer.blocks % part == 0 and rest_bytes < part * half_bytes for part in parts)

@@ -14,14 +14,12 @@ from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.plane import HeadName, Plane, names_of_heads, planes_without
-from kvpatch.geometry.plane_copies import missing_heads
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE
 from kvpatch.peer.remote_geometry import names_by_attention
 from kvpatch.worker.local_geometry import LocalGeometry
-from kvpatch.worker.recurrent_state import StatePages
-from kvpatch.worker.state_division import StateDivision
+from kvpatch.worker.recurrent_state import StateDivision, StatePages
 
 if TYPE_CHECKING:
     from kvpatch.geometry.overlap import Overlap, Region
@@ -283,9 +281,11 @@ class Peer:
     def add(self, rank: RemoteRank, local: Sequence[Plane]) -> None:
         """Books a rank, and what is still missing of our planes."""
         self.ranks[rank.metadata.tp_rank] = rank
-        held = [plane for rank in self.ranks.values() for plane in rank.planes]
-        missing = missing_heads(held, local)
-        self.missing = None
-        if missing:
-            layer, content, head = missing[0]
-            self.missing = f"{content.value} head {head} of layer {layer}"
+        held = frozenset[HeadName]().union(*(rank.heads for rank in self.ranks.values()))
+        missing = (
+            f"{plane.content.value} head {head} of layer {plane.layer}"
+            for plane in local
+            for head in range(plane.first_head, plane.end_head)
+            if (plane.layer, plane.content, head) not in held
+        )
+        self.missing = next(missing, None)

@@ -26,9 +26,9 @@ from kvpatch.core.text import shown
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS
 from kvpatch.peer.agent_metadata import MOST_TOKENS, AgentMetadata, StatedBlocks
-from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.block_shapes import heads_of, kv_split_of_peer
 from kvpatch.peer.other_releases import Address, ask, fields_of, question_for
-from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
+from kvpatch.peer.remote_geometry import tokens_in_bytes
 from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -276,29 +276,28 @@ def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometr
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
     stated = peer.stated_blocks
+    if stated is not None and stated.dtype and ours.dtype and stated.dtype != ours.dtype:
+        raise PeerRefused(
+            f"its keys and values are of {stated.dtype}, ours of {ours.dtype}",
+            "use one --dtype and --kv-cache-dtype on both sides",
+        )
+    says_tokens = peer.block_tokens is not None
+    if not says_tokens:  # <= 0.11.0, where items may differ in size
+        peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer))
     if stated is not None:
-        if stated.dtype and ours.dtype and stated.dtype != ours.dtype:
-            raise PeerRefused(
-                f"its keys and values are of {stated.dtype}, ours of {ours.dtype}",
-                "use one --dtype and --kv-cache-dtype on both sides",
-            )
-        tokens = peer.block_tokens
-        if tokens is None:  # its bytes are compared with this number of tokens
-            tokens = tokens_in_bytes(ours, peer)
-        if tokens != stated.kernel_tokens:
+        if peer.block_tokens != stated.kernel_tokens:
             raise PeerRefused(
                 f"its kvpatch states kernel blocks of {stated.kernel_tokens} tokens, and its "
-                f"handshake comes to {tokens}",
+                f"handshake comes to {peer.block_tokens}",
                 "use one model, --dtype, --kv-cache-dtype, vLLM and kvpatch on both sides",
             )
         peer = replace(
             peer,
-            block_tokens=tokens,
             kernel_blocks_per_block=stated.block_tokens // stated.kernel_tokens,
             layout=stated.layout if peer.layout is None else peer.layout,
         )
-    if peer.block_tokens is None:  # <= 0.11.0: no block is cut, and items may differ in size
-        peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
+    elif not says_tokens:  # no block is cut
+        peer = replace(peer, kernel_blocks_per_block=1)
         variables += [settings.PEER_BLOCK_SIZE] * (declared.block_tokens is None)
     elif peer.kernel_blocks_per_block is None:  # 0.11.1 to 0.20: a backend may cut blocks
         own, cuts = ours.kernel_blocks_per_block, _possible_cuts(ours, peer, declared)

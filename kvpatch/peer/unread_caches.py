@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import ONE_SIZE, unknown_kind
+from kvpatch.peer.block_shapes import ONE_SIZE, refuse_other_rows, unknown_kind
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
+from kvpatch.worker.recurrent_state import StateDivision
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
-from kvpatch.worker.state_division import StateDivision
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class UnreadCache:
         needs_reader: whether its host buffer needs us to.
         knows_keys: whether anybody knows how keys lie in a block.
         has_heads: whether ranks hold heads; the latents of MLA are whole on each.
-        kinds: of its layers.
         misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
             does some.
         rows: in which layers of unlike kinds overlay one another; None where they do not.

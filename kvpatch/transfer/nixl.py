@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
+from kvpatch.geometry.plane import Memory
 from kvpatch.geometry.segments import Int64Array
-from kvpatch.geometry.tensor_facts import Memory
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

@@ -24,7 +24,7 @@ from kvpatch.geometry.layout_strides import (
     inner_layout_of_axes,
     layer_by_layer,
 )
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Memory
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of
@@ -120,7 +120,6 @@ class LocalGeometry:
     """The cache that this worker registered, as far as a peer's cache is read against it.
 
     Attributes:
-        layers: every attention layer's cache.
         addresses: where each region starts, in the order that the peer uses too.
         block_tokens: tokens of a kernel block.
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
@@ -129,7 +128,6 @@ class LocalGeometry:
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
         tiles_on_amx: whether the CPU backend has such items in tiles there.
         dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
-        facts: of the release that reads it.
         region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None in releases <= 0.28, and where keys and values are regions of their
@@ -191,11 +189,6 @@ class LocalGeometry:
     def item_bytes(self) -> int:
         """Returns the bytes of one element of the first layer."""
         return next(iter(self.layers.values())).planes[0].item_bytes
-
-    @cached_property
-    def shows_layout(self) -> bool:
-        """True if our strides tell heads from tokens."""
-        return layout_shown_by(self.layers) is not None
 
     @cached_property
     def places(self) -> tuple[tuple[str, ...], ...]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.core.errors import UnexpectedCaches, UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import block_bytes
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane import Content, Memory, Plane, TensorFacts
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 from kvpatch.worker.cache_kinds import (
     BACKENDS,
     DERIVED,

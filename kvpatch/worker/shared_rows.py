@@ -63,7 +63,6 @@ class SharedRows:
     Attributes:
         regions: in the order in which a handshake states them.
         whole: of each, whether it is read as one that every rank has whole.
-        heads: KV heads of the model.
         state_bytes: what is copied of a state that every rank has whole; None for its region's.
         groups: of each region, the one whose blocks it is read for; empty where each is for all.
         row_bytes: from one row to the next; 0 where that is not known.

@@ -37,25 +37,27 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
-from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.tensor_facts import extent_bytes
+from kvpatch.geometry.plane import Plane, extent_bytes
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
-def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> bool:
-    """True if this worker did, and its peers may have; 0.12 asks the worker for its blocks."""
-    tokens = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
+def mend_block_size(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> bool:
+    """Sets a worker's block size to that of the blocks that ids count: none of them is cut.
+
+    Returns:
+        True if the worker had taken heads for tokens; its peers may have, too.
+    """
+    worker = release.worker
+    if not release.facts.topology_has_block_size or worker.backend_name != "CPU_ATTN":
+        return False  # 0.12 asks the worker for its blocks
     planned = worker.vllm_config.cache_config.block_size
-    return worker.backend_name == "CPU_ATTN" and tokens == {planned}
-
-
-def take_planned_blocks(worker: Any) -> None:
-    """Sets the worker's block size to that of the blocks that ids count: none of them is cut."""
-    worker.block_size = worker.vllm_config.cache_config.block_size
-    worker._physical_blocks_per_logical_kv_block = 1
+    if any(p.counts.block_tokens != planned for layer in layers.values() for p in layer.planes):
+        return False
+    worker.block_size, worker._physical_blocks_per_logical_kv_block = planned, 1
+    return True
 
 
 def may_use_amx() -> bool:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.direct_plan import Plan, plan_runs
-from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.plane_copies import copies_between, missing_heads
+from kvpatch.geometry.direct_plan import Plan, plan_parts
+from kvpatch.geometry.plane import Plane, names_of_heads
+from kvpatch.geometry.plane_copies import Copy, copies_between
 from kvpatch.geometry.segments import Int64Array, Segments
+
+
+def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
+    """All runs of some copies in one plan."""
+    return next(plan_parts(parts, sys.maxsize), Plan(*np.empty((3, 0), dtype=np.int64)))
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,9 @@ def plan_copy(
             size, or a segment reaches outside a plane.
     """
     if not partial_heads:
-        missing = missing_heads(remote_planes, local_planes)
+        missing = names_of_heads(local_planes) - names_of_heads(remote_planes)
         if missing:
-            layer, content, head = missing[0]
+            layer, content, head = min(missing, key=lambda one: (one[0], one[1].value, one[2]))
             raise UnplannableCopy(
                 f"expected a remote {content.value} plane of layer {layer!r} with head {head}, "
                 f"found none, nor {len(missing) - 1} more such heads"

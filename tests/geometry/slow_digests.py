@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvpatch.checks.digests.digests import ROW_WORDS, Digests, Extent, Weights, compare
+from kvpatch.checks.digests import ROW_WORDS, Digests, Extent, Weights, compare
 from kvpatch.geometry.plane import Content, HeadName
 
 _ALL_BITS = 2**64 - 1

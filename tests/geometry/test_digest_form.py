@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.digests import (
     Stated,
     extents_of,
     joined,
@@ -19,8 +19,7 @@ from kvpatch.checks.digests.digests import (
     written,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, planes_of_heads
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, planes_of_heads
 
 from .slow_digests import as_numbers, digests_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digests import ROW_WORDS, Weights, rows_of
+from kvpatch.checks.digests import ROW_WORDS, Weights, rows_of
 
 pytestmark = pytest.mark.geometry
 

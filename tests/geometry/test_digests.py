@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digests import Digests, Extent, compare, ranges_of
+from kvpatch.checks.digests import Digests, Extent, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content
 

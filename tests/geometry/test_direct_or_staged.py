@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.geometry.overlap import HOST_MEMORY, Costs, is_direct, overlaps_of
+from kvpatch.geometry.plane import Memory
 from kvpatch.geometry.segments import BlockList, pair_blocks
-from kvpatch.geometry.tensor_facts import Memory
 
 from .whole_caches import CacheSizes, named_layout
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.direct_plan import Plan, plan_parts, plan_runs
+from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.plane_copies import copies_between
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.transfer.staged_read import SPREAD_RUNS, runs_of_a_post
 
+from .planned import plan_runs
 from .test_direct_plan import DRAM, SOURCE, transfers
 from .whole_caches import CacheSizes, named_layout
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.direct_plan import Plan
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.plane_copies import missing_heads
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, names_of_heads
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
-from kvpatch.geometry.tensor_facts import Memory
 
 from .planned import plan_copy
 from .reference import execute, slow_copy, slow_zero
@@ -165,9 +163,9 @@ def test_unlike_tensor_parallel_ranks(drawn: Any) -> None:
     remotes, locals_, end = drawn
     for local in locals_:
         expected, found = (bytearray(noise(2, local.total_bytes)) for _ in range(2))
-        left = set(missing_heads((), local.planes))
+        left = names_of_heads(local.planes)
         for number, remote in enumerate(remotes):
-            now = set(missing_heads(remote.planes, local.planes))
+            now = names_of_heads(local.planes) - names_of_heads(remote.planes)
             if not left - now:
                 continue  # another copy of heads that have been read
             left &= now

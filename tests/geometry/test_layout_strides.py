@@ -27,9 +27,8 @@ from kvpatch.geometry.layout_strides import (
     inner_layout,
     layer_by_layer,
 )
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, TensorFacts
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .reference import byte_offset, positions
 from .whole_caches import LAYOUTS, CacheSizes, named_layout

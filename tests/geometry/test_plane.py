@@ -11,8 +11,7 @@ import pytest
 
 from kvpatch import geometry
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 
 from .reference import byte_offset
 

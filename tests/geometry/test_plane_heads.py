@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from kvpatch.geometry.direct_plan import plan_parts
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Content, Plane, names_of_heads, planes_without
+from kvpatch.geometry.plane import Content, Memory, Plane, names_of_heads, planes_without
 from kvpatch.geometry.segments import BlockList, pair_blocks
-from kvpatch.geometry.tensor_facts import Memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")

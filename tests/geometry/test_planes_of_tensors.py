@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Strides, TensorFacts
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .reference import positions
 from .whole_caches import as_array

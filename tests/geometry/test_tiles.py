@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from kvpatch.core.errors import UnplannableCopy, UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import BY_COLUMN, HND, DenseBlocks
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, TensorFacts, Tile
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
-from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .packed_tiles import by_column, by_row, packed_keys, packed_values
 from .planned import plan_copy

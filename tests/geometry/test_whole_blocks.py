@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.geometry.segments import BlockList, pair_blocks
-from kvpatch.geometry.tensor_facts import Memory
 
 from .planned import plan_copy
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, Axes, dense_strides
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 
 
 @dataclass(frozen=True)

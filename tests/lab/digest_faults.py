@@ -134,7 +134,7 @@ def made(workers: Sequence[Any], name: str) -> str:
 
 def _word(worker: Any, name: str) -> tuple[int, int]:
     """What the directory of digests has in a request's place, and the word of its hold."""
-    from kvpatch.checks.digests.digest_check import DigestTable, entry_address
+    from kvpatch.checks.digest_check import DigestTable, entry_address
     from kvpatch.worker.state import worker_state
 
     table = worker_state(worker).held(DigestTable)
@@ -162,7 +162,7 @@ def note_holds(workers: Sequence[Any]) -> None:
 
 def keep_from(*, are_kept: bool) -> None:
     """Keeps P's thread of digests from its next one, or lets it go on."""
-    from kvpatch.checks.digests.worker_digests import DigestMaker
+    from kvpatch.checks.worker_digests import DigestMaker
 
     if are_kept:
         _make.append(DigestMaker._make)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import kvpatch
-from kvpatch.checks.digests.digest_check import DigestTable
+from kvpatch.checks.digest_check import DigestTable
 from kvpatch.checks.tables import WORD_BYTES, HoldTable
 from tests.storageless import StoragelessStandIn
 

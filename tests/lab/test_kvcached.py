@@ -12,7 +12,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from kvpatch.peer.remote_geometry import PAGE_BYTES
+from kvpatch.peer.block_shapes import PAGE_BYTES
 
 from .caches import ODD_LAYER, UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Report, Sabotage

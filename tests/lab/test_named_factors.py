@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.peer.accepted_peers import ALIKE
+from kvpatch.peer.decision import ALIKE
 
 from .case import Case, EngineSpec, Family, Report, Sabotage
 from .disguise import settings

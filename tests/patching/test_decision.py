@@ -20,10 +20,9 @@ from kvpatch.peer.statement import DeclaredGeometry
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
 from kvpatch.worker.local_geometry import KernelBlockSizes, units_of
-from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.recurrent_state import StateDivision, StatePages
 from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import PACKED
-from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import reading
 from .test_remote_geometry import _metadata, ours_of, regions_of, stating

@@ -16,7 +16,6 @@ import pytest
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.text import one_line
-from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.staged_plan import plan_chunks
@@ -30,6 +29,7 @@ from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from tests.lab.releases import is_full
 
+from ..geometry.planned import plan_runs
 from .test_remote_geometry import ours_of, regions_of
 
 pytestmark = pytest.mark.patching

@@ -25,10 +25,9 @@ from kvpatch.worker.cache_kinds import (
     SCALES_APART,
     Holds,
 )
-from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.recurrent_state import StateDivision, StatePages
 from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import worker_of
 from .test_decision import whole

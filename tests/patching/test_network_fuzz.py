@@ -24,7 +24,7 @@ from kvpatch.core.releases import FACTS, GENERATIONS
 from kvpatch.guard.transfer_params import RequestLimits, checked
 from kvpatch.load.prompt_hashes import FIELD, read_prompt
 from kvpatch.peer import other_releases, statement
-from kvpatch.peer.accepted_peers import FLASH_ATTENTION
+from kvpatch.peer.decision import FLASH_ATTENTION
 from kvpatch.peer.other_releases import (
     Address,
     InterpretedSocket,

@@ -61,7 +61,7 @@ def taken(monkeypatch) -> list[str]:
         return step
 
     own = SimpleNamespace(cache=None)
-    monkeypatch.setattr("kvpatch.peer.inspected_caches.inspect", note("inspect", own))
+    monkeypatch.setattr("kvpatch.load.reader_attachment.inspect", note("inspect", own))
     monkeypatch.setattr("kvpatch.kvcached.pools.count_blocks", note("count blocks"))
     monkeypatch.setattr(
         "kvpatch.load.shown_tensors.register_as_they_lie", before_the_release("show as they lie")

@@ -11,11 +11,9 @@ import torch
 from kvpatch.core.errors import PeerRefused, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Content
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Content, Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import shares_of
 from kvpatch.peer import statement as unstated
@@ -38,6 +36,7 @@ from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
+from ..geometry.planned import plan_runs
 from .release_workers import reading, worker_of
 
 pytestmark = pytest.mark.patching
@@ -128,7 +127,7 @@ def stating(size=1, block_tokens=16, layout="LBHNC", **changes):
 
 def _view(metadata, peer, ours, block_bytes, own_regions=None):
     return homogeneous_metadata(
-        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=1 << 40
+        metadata, peer, ours, block_bytes, own_regions or {}, most_blocks=1 << 40
     )
 
 

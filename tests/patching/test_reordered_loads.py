@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.load.reordered_loads import note_peer
+from kvpatch.load.read_request import note_peer
 from kvpatch.patches.unlike_engines import _note_loads, _reorder_received
 from kvpatch.worker.state import worker_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.remote_geometry import PAGE_BYTES, may_be_kvcacheds
+from kvpatch.peer.block_shapes import PAGE_BYTES, may_be_kvcacheds
 
 
 def _peer(blocks: int, block_bytes: int) -> AgentMetadata:

@@ -12,19 +12,17 @@ import torch
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.token_pairing import filled_state, state_pairs, states_plan
 from kvpatch.peer.agent_metadata import AgentMetadata, CrossLayerForm
 from kvpatch.peer.remote_ranks import is_misread, states_of_peer
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
-from kvpatch.worker.recurrent_state import StatePages, pages_of
+from kvpatch.worker.recurrent_state import StateDivision, StatePages, pages_of, state_division
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import BLOCKS_FIRST
-from kvpatch.worker.state_division import StateDivision, state_division
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))

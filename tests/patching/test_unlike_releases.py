@@ -17,8 +17,7 @@ from kvpatch import patches
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
-from kvpatch.peer.accepted_peers import FLASH_ATTENTION
-from kvpatch.peer.decision import decide
+from kvpatch.peer.decision import FLASH_ATTENTION, decide
 from kvpatch.peer.other_releases import (
     NULLABLE,
     Address,

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import EngineFailed
-from kvpatch.geometry.plane import Content
+from kvpatch.geometry.plane import Content, Memory
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.tools.verify import caches
 from kvpatch.tools.verify.compare import digest_heads, join_ranks
-from kvpatch.worker.state_division import StateDivision
+from kvpatch.worker.recurrent_state import StateDivision
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, as_array
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

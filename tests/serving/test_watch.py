@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpatch.checks.digests.cache_digests import TableTokens, memories_of
-from kvpatch.checks.digests.digests import Digests, Weights
-from kvpatch.geometry.plane import Plane
+from kvpatch.checks.cache_digests import TableTokens, memories_of
+from kvpatch.checks.digests import Digests, Weights
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
 

@@ -9,10 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
 

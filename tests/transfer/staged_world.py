@@ -16,10 +16,9 @@ import wrapt
 
 from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lease import Lease
 from kvpatch.transfer.nixl import Ends, prepare_read

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests import cache_digests, digest_pieces
-from kvpatch.checks.digests.cache_digests import TableTokens, memories_of, sums_of
-from kvpatch.checks.digests.digest_pieces import device_sums, host_sums
-from kvpatch.checks.digests.digests import Digests, Weights, compare, ranges_of
+from kvpatch.checks import cache_digests, digest_pieces
+from kvpatch.checks.cache_digests import TableTokens, memories_of, sums_of
+from kvpatch.checks.digest_pieces import device_sums, host_sums
+from kvpatch.checks.digests import Digests, Weights, compare, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.segments import BlockList
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.slow_digests import as_numbers, cell, digests_of, of_all_ranks, proves
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout

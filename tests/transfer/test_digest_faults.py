@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digests import Comparison, Digests, UInt64Array, Weights, compare
+from kvpatch.checks.digests import Comparison, Digests, UInt64Array, Weights, compare
 from kvpatch.geometry.plane import Content
 from tests.geometry.slow_digests import of_all_ranks, proves
 

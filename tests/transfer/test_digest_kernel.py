@@ -15,13 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.cache_digests import TableTokens, memories_of, sums_of
-from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
-from kvpatch.checks.digests.digests import Weights
+from kvpatch.checks.cache_digests import TableTokens, memories_of, sums_of
+from kvpatch.checks.digest_pieces import Alike, DigestPiece
+from kvpatch.checks.digests import Weights
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.segments import BlockList
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.one_memory import storage_of
 from tests.geometry.interpreted_kernel import interpreted_kernel
@@ -41,7 +40,7 @@ def kernel() -> ModuleType:
 
 def digest_kernel() -> ModuleType:
     interpreted_kernel()  # which it imports
-    return interpreted_kernel("kvpatch.checks.digests.digest_kernel")
+    return interpreted_kernel("kvpatch.checks.digest_kernel")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import DigestStream
+from kvpatch.checks.cache_digests import DigestStream
 from kvpatch.host_buffer.host_pool import HostPool
 from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.nixl import Ends

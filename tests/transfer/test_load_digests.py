@@ -10,10 +10,10 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from kvpatch.checks.digests import digest_check as read_module
-from kvpatch.checks.digests import worker_digests as maker_module
-from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import (
+from kvpatch.checks import digest_check as read_module
+from kvpatch.checks import worker_digests as maker_module
+from kvpatch.checks.cache_digests import DigestStream, TableTokens
+from kvpatch.checks.digest_check import (
     _RING_END,
     _RING_START,
     _SLOTS,
@@ -22,11 +22,11 @@ from kvpatch.checks.digests.digest_check import (
     DigestRead,
     DigestTable,
 )
-from kvpatch.checks.digests.worker_digests import DigestMaker, Order
 from kvpatch.checks.tables import PAUSE_SECONDS, generation_of
+from kvpatch.checks.worker_digests import DigestMaker, Order
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.book import Book, ComparedRead, Sample
-from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
+from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, CheckResult, Proof
 
 from .digest_world import Engine, Rank, request_of
 from .staged_world import SECONDS, Held, World, connected_world, waits_for
@@ -222,11 +222,11 @@ class Load:
         check = DigestCheck(self.tables.read(), tables, "request", stream, self.compared, is_sample)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
-            found = check.answer(self.tables.world.decode)
+            found = check.ask(self.tables.world.decode, has_begun=True)
             if found is not None:
-                assert check.answer(self.tables.world.decode) is True
+                assert check.ask(self.tables.world.decode, has_begun=True) is CheckResult.HELD
                 check.release(self.tables.world.decode)
-                return found
+                return found is CheckResult.HELD
         raise TimeoutError
 
 
@@ -413,7 +413,7 @@ def test_a_load_that_is_given_up_is_read_no_more(load):
     check = DigestCheck(load.tables.read(), tables, "request", stream, load.compared, False)
     with stream.work:  # STAND-IN for a comparison that takes long
         while check._future is None or not check._future.running():
-            assert check.answer(world) is None
+            assert check.ask(world, has_begun=True) is None
         waits = Thread(target=check.release, args=(world,))
         waits.start()
         waits.join(0.05)

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import memories_of
+from kvpatch.checks.cache_digests import memories_of
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.host_buffer.host_pool import HostPool, forget_last_error
 from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.agent_gate import AgentGate

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.geometry.tensor_facts import Memory
+from kvpatch.geometry.plane import Memory
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.staged_read import StagedRead, _Flight
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.plane import Memory
 from kvpatch.geometry.segments import BlockList, uncovered_tail
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import zero_tokens

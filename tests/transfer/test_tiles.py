@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpatch.checks.digests.cache_digests import TableTokens, memories_of
-from kvpatch.checks.digests.digest_pieces import device_sums, host_sums
-from kvpatch.checks.digests.digests import Weights, ranges_of
+from kvpatch.checks.cache_digests import TableTokens, memories_of
+from kvpatch.checks.digest_pieces import device_sums, host_sums
+from kvpatch.checks.digests import Weights, ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, uncovered_tail

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 from kvpatch.core.errors import BadOptions, UnplannableCopy
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
+from kvpatch.geometry.plane import Memory, TensorFacts
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.tools.planning.engine import PlannedEngine

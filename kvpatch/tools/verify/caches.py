@@ -22,8 +22,8 @@ from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.plane_bytes import plane_view
 from kvpatch.worker.kv_cache_groups import spec_of
+from kvpatch.worker.recurrent_state import StateDivision, state_division
 from kvpatch.worker.registered_caches import tensor_facts
-from kvpatch.worker.state_division import StateDivision, state_division
 
 if TYPE_CHECKING:
     import torch

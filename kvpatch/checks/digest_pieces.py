@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.checks.digests.digests import HALF_BITS, LOW_HALF, WORD_BYTES, UInt64Array
+from kvpatch.checks.digests import HALF_BITS, LOW_HALF, WORD_BYTES, UInt64Array
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.one_memory import Bytes
@@ -76,9 +76,6 @@ class DigestPiece(NamedTuple):
     """The part of the cache that is read at once.
 
     Attributes:
-        planes: which of the planes.
-        ranges: which of the ranges.
-        numbers: the numbers of their blocks.
         words: the weights of a row's words.
         rows: the weights of these rows; a token has one row or several.
         borders: the borders of the ranges, in rows of the piece.

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_pieces import Alike, DigestPiece
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.digest_pieces import Alike, DigestPiece
+from kvpatch.checks.digests import (
     Digests,
     Extent,
     Weights,
@@ -31,10 +31,9 @@ from kvpatch.checks.digests.digests import (
     rows_of,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, HeadName, Plane, Strides, planes_without
+from kvpatch.geometry.plane import Content, Counts, HeadName, Memory, Plane, Strides, planes_without
 from kvpatch.geometry.segments import BlockList, Int64Array
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
 from kvpatch.worker.kv_cache_groups import Group
@@ -209,7 +208,7 @@ def sums_of(piece: DigestPiece) -> torch.Tensor:
     """[plane, head, range], on the device, in its current stream."""
     if piece.alike.memory.memory.device.type == "cuda":  # ROCm's devices too
         try:
-            from kvpatch.checks.digests.digest_kernel import sums_surely
+            from kvpatch.checks.digest_kernel import sums_surely
         except ImportError:
             _LOG.debug("torch came without Triton: digests take longer", exc_info=True)
         else:

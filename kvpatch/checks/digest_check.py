@@ -13,8 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from kvpatch.checks.digests.cache_digests import DigestStream, TableTokens
-from kvpatch.checks.digests.digests import (
+from kvpatch.checks.cache_digests import DigestStream, TableTokens
+from kvpatch.checks.digests import (
     Comparison,
     Extent,
     Place,
@@ -228,20 +228,15 @@ class DigestCheck:
     proves_hold = is_due = False
 
     def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
-        """Returns ``WRONG`` for other bytes than the peer's."""
-        is_well = self.answer(nixl)
-        return None if is_well is None else CheckResult.HELD if is_well else CheckResult.WRONG
+        """Returns ``WRONG`` for other bytes than the peer's; None while it is not known.
 
-    def answer(self, nixl: Any) -> bool | None:
-        """True if the read may be reported; None while it is not known. Takes no long time.
-
-        What cannot be compared may be: nothing is known of it.
+        Takes no long time. What cannot be compared is ``HELD``: nothing is known of it.
 
         Args:
             nixl: the agent, as the thread may use it that calls this.
         """
         if self._is_over:
-            return True
+            return CheckResult.HELD
         errors = (*_ERRORS, *errors_of(nixl))
         try:
             if self._future is None:
@@ -258,12 +253,12 @@ class DigestCheck:
         if wrong:
             self._alarm(wrong)
             self._end(nixl)
-            return False
+            return CheckResult.WRONG
         try:
             self._end(nixl)
         except errors_of(nixl) as error:  # of the digest's own read: nothing is wrong with the load
             _LOG.debug("a digest's read cannot be cancelled: %s", error)
-        return True
+        return CheckResult.HELD
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way, of a read that has failed or was given up.

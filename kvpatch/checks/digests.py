@@ -135,7 +135,6 @@ class Comparison(NamedTuple):
     """The result of a comparison of two digests, over what both of them contain.
 
     Attributes:
-        wrong: where bytes differ.
         unchecked: what the other side's digest does not cover, or not in the same ranges.
         checked: cells that were compared.
     """
@@ -150,7 +149,6 @@ class Digests:
     """Sums of cells.
 
     Attributes:
-        seed: of their weights.
         ranges: of tokens, in order.
         heads: one row of cells each. Contents without heads have head 0; what each rank has one
             of its own of is told apart by a number in its place.

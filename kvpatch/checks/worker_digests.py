@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.checks.digests.cache_digests import CoveredCaches, DigestStream, TableTokens
-from kvpatch.checks.digests.digest_check import (
+from kvpatch.checks.cache_digests import CoveredCaches, DigestStream, TableTokens
+from kvpatch.checks.digest_check import (
     MOST_BYTES,
     DigestCheck,
     DigestRead,
     DigestTable,
     seed_of,
 )
-from kvpatch.checks.digests.digests import Stated, Weights, extents_of, range_tokens_of, written
+from kvpatch.checks.digests import Stated, Weights, extents_of, range_tokens_of, written
 from kvpatch.checks.grants import DigestOrder, StatedTables, read_promise
 from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
@@ -28,9 +28,9 @@ from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.load.read_request import DIGEST, ReadRequest, groups
 from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
+from kvpatch.load.reader_attachment import InspectedCaches
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import Book
-from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.transfer.lease import Check
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS

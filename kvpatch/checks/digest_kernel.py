@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpatch.checks.digests.digest_pieces import DigestPiece
-from kvpatch.checks.digests.digests import WORD_BYTES, rows_of
+from kvpatch.checks.digest_pieces import DigestPiece
+from kvpatch.checks.digests import WORD_BYTES, rows_of
 from kvpatch.transfer.kernel_thread import is_ready, noise_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import uploaded
