@@ -15,7 +15,7 @@ from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.report import all_passed, show_pairs
 from experiments.harness import console_of, options_of, work_folder
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import Options, require_release
+from kvpatch.tools.verify.engine import Options, require_release
 
 
 def _play(asked: argparse.Namespace) -> bool:

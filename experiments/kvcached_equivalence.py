@@ -30,7 +30,7 @@ from experiments.engines.pairs import Row, choose
 from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import Options, require_release
+from kvpatch.tools.verify.engine import Options, require_release
 
 _STAND_INS_RELEASE = "0.32.0"
 

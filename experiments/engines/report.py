@@ -15,7 +15,7 @@ from kvpatch.tools.verify.compare import (
     json_lines,
     write_json_lines,
 )
-from kvpatch.tools.verify.prompts import Case
+from kvpatch.tools.verify.model import Case
 from kvpatch.tools.verify.run import until_signal
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from experiments.engines.pairs import Row
-    from kvpatch.tools.verify.setups import Options
+    from kvpatch.tools.verify.engine import Options
 
 
 def pairs_table(results: Sequence[RowResult]) -> Table:

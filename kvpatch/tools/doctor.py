@@ -16,9 +16,8 @@ import kvpatch
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, ReleaseNotKnown, SettingsError
 from kvpatch.core.installed import installed_build, installed_vllm, vllm_in
-from kvpatch.core.recognise import leaning, recognise
+from kvpatch.core.recognise import Source, leaning, recognise
 from kvpatch.core.releases import Build, facts_named, listed
-from kvpatch.core.source import Source
 from kvpatch.guard.allowed_peers import allowed_peers
 from kvpatch.observe.status import PatchStatus
 from kvpatch.patches import SLUGS
