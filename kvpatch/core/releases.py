@@ -366,10 +366,7 @@ _0_10_1 = replace(
 )
 _0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
 _0_10_2 = replace(
-    _0_10_1_1,
-    release="0.10.2",
-    generation="g0102",
-    context_sizes=("decode_context_parallel_size",),
+    _0_10_1_1, release="0.10.2", generation="g0102", context_sizes=("decode_context_parallel_size",)
 )
 _0_11_0 = replace(
     _0_10_2,
@@ -418,13 +415,7 @@ _0_13_0 = replace(
     answer=_0_12_0.answer | {"remote_request_id"},
     params=_0_12_0.params | {"remote_request_id"},
 )
-_0_14_0 = replace(
-    _0_13_0,
-    release="0.14.0",
-    generation="g0140",
-    tpu_flag="",
-    reader_count="ranks",
-)
+_0_14_0 = replace(_0_13_0, release="0.14.0", generation="g0140", tpu_flag="", reader_count="ranks")
 _0_14_1 = replace(_0_14_0, release="0.14.1")
 _0_15_0 = replace(
     _0_14_1, release="0.15.0", completions_module=f"{_COMPLETIONS}.completion.serving"
@@ -453,11 +444,7 @@ _0_18_0 = replace(
     shape_source="backends",
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
-_0_19_0 = replace(
-    _0_18_1,
-    release="0.19.0",
-    prefill_count="_mamba_prefill_token_count",
-)
+_0_19_0 = replace(_0_18_1, release="0.19.0", prefill_count="_mamba_prefill_token_count")
 _0_19_1 = replace(_0_19_0, release="0.19.1")
 _0_20_0 = replace(
     _0_19_1,
@@ -473,9 +460,7 @@ _0_20_0 = replace(
     topology="transfer_topo",
 )
 _0_20_1 = replace(
-    _0_20_0,
-    release="0.20.1",
-    server_request=(*_0_20_0.server_request, "reasoning_parser_kwargs"),
+    _0_20_0, release="0.20.1", server_request=(*_0_20_0.server_request, "reasoning_parser_kwargs")
 )
 _0_20_2 = replace(_0_20_1, release="0.20.2")
 _0_21_0 = replace(
@@ -519,10 +504,7 @@ _0_24_0 = replace(
     params=_0_23_0.params | {"remote_block_size"},
 )
 _0_25_0 = replace(
-    _0_24_0,
-    release="0.25.0",
-    generation="g0250",
-    prefill_count="_get_remote_prefill_token_count",
+    _0_24_0, release="0.25.0", generation="g0250", prefill_count="_get_remote_prefill_token_count"
 )
 _0_25_1 = replace(_0_25_0, release="0.25.1")
 _0_26_0 = replace(
@@ -540,10 +522,7 @@ _0_26_0 = replace(
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
     params=_0_25_1.params | {"remote_blocks_expiry_time", "pp_size"},
 )
-_0_27_0 = replace(
-    _0_26_0,
-    release="0.27.0",
-)
+_0_27_0 = replace(_0_26_0, release="0.27.0")
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,

@@ -68,8 +68,7 @@ nixl_handshake = _at(
 )
 #: Where a worker is told of one rank of a peer, at the handshake.
 add_remote_agent = _at(
-    *(_WORKER, "add_remote_agent", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size"),
-    _CONTEXTS,
+    *(_WORKER, "add_remote_agent", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size"), _CONTEXTS
 )
 #: Where a worker is told what to read in a step.
 start_load_kv = _at(_READER, "start_load_kv", "metadata")

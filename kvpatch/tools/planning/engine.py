@@ -36,10 +36,7 @@ from kvpatch.tools.planning.models_and_backends import (
 Role = Literal["P", "D"]
 
 #: The release's two layouts by their names; the second of each is from 0.29 on.
-_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {
-    "HND": ("HND", "LBHNC"),
-    "NHD": ("NHD", "LBNHC"),
-}
+_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {"HND": ("HND", "LBHNC"), "NHD": ("NHD", "LBNHC")}
 _CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 #: Methods of speculative decoding whose drafts have no layers in the cache.
 _WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")

@@ -17,11 +17,7 @@ from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {
-    Outcome.IDENTICAL: "green",
-    Outcome.WRONG: "bold red",
-    Outcome.UNKNOWN: "yellow",
-}
+_STYLES = {Outcome.IDENTICAL: "green", Outcome.WRONG: "bold red", Outcome.UNKNOWN: "yellow"}
 
 
 @dataclass(frozen=True)
