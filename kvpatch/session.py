@@ -88,7 +88,6 @@ class Session:
         self._rows = {}
 
     def has_applied(self, slug: str) -> bool:
-        """True if a patch is in effect in this process."""
         row = self._rows.get(slug)
         return row is not None and row.outcome == "applied"
 

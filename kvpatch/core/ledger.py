@@ -49,12 +49,10 @@ class Parts:
     on: tuple[Any, ...] = ()
 
     def put(self, slug: str, part: Any) -> None:
-        """Turns a patch's on."""
         self.by_slug = {**self.by_slug, slug: part}
         self.on = tuple(self.by_slug.values())
 
     def clear(self) -> None:
-        """Turns all off."""
         self.by_slug, self.on = {}, ()
 
 

@@ -174,13 +174,13 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.stats is None:
         return {}
     found: dict[Site, Wrapper | Step] = {
-        seams.record_transfer(facts.stats): _record_transfer,
+        seams.record_transfer(facts): _record_transfer,
         seams.worker_stats(facts): Step(around, Around(_count, _name_ours)),
-        seams.stats_are_empty(facts.stats): Step(amend, _is_empty),
-        seams.aggregate_stats(facts.stats): _aggregate,
+        seams.stats_are_empty(facts): Step(amend, _is_empty),
+        seams.aggregate_stats(facts): _aggregate,
         seams.build_connector_stats(facts): _build_kv_connector_stats,
-        seams.prom_metrics_init(facts.stats): _prom_init,
-        seams.prom_metrics_observe(facts.stats): _prom_observe,
+        seams.prom_metrics_init(facts): _prom_init,
+        seams.prom_metrics_observe(facts): _prom_observe,
     }
     if facts.server_arguments:  # others are not described
         found |= registration_step(facts, _show_description)

@@ -50,11 +50,9 @@ class Diagnosis:
     installed: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**self.found, "healthy": self.healthy, "verdict": self.verdict}
 
     def show(self, console: Console) -> None:
-        """Prints tables, and the verdict."""
         from rich.table import Table
 
         if self.installed:
@@ -177,9 +175,7 @@ def _versions() -> dict[str, str]:
         "kvpatch": kvpatch.__version__,
         "vllm": _vllm(),
         "nixl": next((v for v in map(_version, _NIXL) if v), "not installed"),
-        "kvcached": _version("kvcached") or "not installed",
-        "torch": _version("torch") or "not installed",
-        "wrapt": _version("wrapt") or "not installed",
+        **{name: _version(name) or "not installed" for name in ("kvcached", "torch", "wrapt")},
         "python": platform.python_version(),
         "platform": _platform(),
     }

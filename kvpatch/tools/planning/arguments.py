@@ -49,8 +49,6 @@ _FAMILIES = (
     *("VLLM_LOGGING_", "VLLM_MAX_", "VLLM_MEDIA_", "VLLM_MOE_", "VLLM_RAY_"),
     *("VLLM_ROCM_QUICK_REDUCE_", "VLLM_ROCM_USE_AITER", "VLLM_USE_FLASHINFER_MOE_", "VLLM_VIDEO_"),
 )
-#: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
-_OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 _LEAVE_OUT = "leave it out of the file to have the rest planned"
 _CORRECT = "write that, or leave it out"
 #: Options that vLLM takes behind one hyphen, which no file may have.
@@ -166,7 +164,7 @@ def check_names(arguments: EngineArguments) -> None:
         raise BadOptions(f"{source}: not planned for: --{plain(name)}{hint}", cure)
     variables = known("variables")
     for name in sorted(arguments.environment.keys() - variables):
-        if name.startswith(_OURS) and not name.startswith(_FAMILIES):
+        if name.startswith(settings.OURS) and not name.startswith(_FAMILIES):
             hint = "" if name in settings.NAMES else nearest(name, (*settings.NAMES, *variables))
             raise BadOptions(
                 f"{source}: not planned for: {name}{hint}", _CORRECT if hint else _LEAVE_OUT

@@ -132,7 +132,6 @@ class _Describing:
     backend: str | None
 
     def described(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The description of the engine of these arguments."""
         asked, config = self._configured(arguments)
         self._refuse(config)
         parallel = config.parallel_config

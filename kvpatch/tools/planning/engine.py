@@ -128,14 +128,11 @@ class PlannedEngine:
 
 @dataclass(frozen=True)
 class Pair:
-    """P and D."""
-
     prefill: PlannedEngine
     decode: PlannedEngine
 
     @property
     def sides(self) -> tuple[PlannedEngine, PlannedEngine]:
-        """P, then D."""
         return self.prefill, self.decode
 
     def ranks_met(self, rank: int) -> range:

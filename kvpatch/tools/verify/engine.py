@@ -169,7 +169,6 @@ class Engine:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process; returns at once."""
         self.port = free_ports(1)
         side_channel = free_ports(_SIDE_CHANNEL_PORTS)
         with self.log.open("wb") as log:
