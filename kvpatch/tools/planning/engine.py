@@ -149,8 +149,7 @@ def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None
     """Makes an engine of its arguments, and of its model's config.json if that is given.
 
     Raises:
-        BadOptions: they are wrong, or do not say enough.
-        BadOptions: they ask for what is not planned for.
+        BadOptions: they are wrong, do not say enough, or ask for what is not planned for.
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
     check_names(arguments)

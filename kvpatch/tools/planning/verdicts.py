@@ -63,8 +63,7 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     """The verdicts on stock engines, and on a D with kvpatch.
 
     Raises:
-        BadOptions: a variable of kvpatch's holds what it cannot take.
-        BadOptions: the pair is not planned for.
+        BadOptions: the pair is not planned for, or a variable holds what kvpatch cannot take.
     """
     p, d = pair.sides
     for reason, cure in (found for side in pair.sides for found in start_problems(side)):
