@@ -38,7 +38,7 @@ from experiments.harness import (
 )
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import Engine, EngineSpec
+from kvpatch.tools.verify.engine import Engine, EngineSpec, Options, small_engine
 from kvpatch.tools.verify.handoff import Completion, Request, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
     progress_bar,
@@ -47,7 +47,6 @@ from kvpatch.tools.verify.run import (
     until_signal,
     vocabulary,
 )
-from kvpatch.tools.verify.setups import Options, small_engine
 
 _TORCH_ATTENTION = ("--worker-extension-cls", "experiments.engines.torch_attention.TorchCacheProbe")
 #: vLLM's, for which attention in torch is written.

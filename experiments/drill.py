@@ -47,10 +47,16 @@ from experiments.harness import (
     work_folder,
 )
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
+from kvpatch.tools.verify.engine import (
+    TRANSFER_CONFIG,
+    Engine,
+    EngineSpec,
+    Options,
+    free_ports,
+    small_engine,
+)
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
-from kvpatch.tools.verify.setups import Options, small_engine
 
 #: P's is small enough for a few other prompts to take every block.
 PREFILL_CACHE_TOKENS = 2048

@@ -15,7 +15,7 @@ from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.report import all_passed, show_pairs
 from experiments.harness import options_of
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import require_release
+from kvpatch.tools.verify.engine import require_release
 
 
 def _play(asked: argparse.Namespace) -> bool:

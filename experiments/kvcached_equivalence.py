@@ -28,7 +28,7 @@ from experiments.engines.pairs import OPTIONS, choose
 from experiments.harness import options_of
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.setups import require_release
+from kvpatch.tools.verify.engine import require_release
 
 _STAND_INS_RELEASE = "0.32.0"
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import httpx
     from rich.console import Console
 
-    from kvpatch.tools.verify.engine import Engine, EngineSpec
-    from kvpatch.tools.verify.setups import Options
+    from kvpatch.tools.verify.engine import Engine, EngineSpec, Options
 
 _HERE = Path(__file__).resolve().parent
 _LEFT_BEHIND = "ray_non_carry_over_env_vars.json"
@@ -73,7 +72,7 @@ def decode_engine(
     name: str, model: str, address: str, folder: Path, left_behind: list[str], *, legacy: bool
 ) -> EngineSpec:
     """A decode engine of a cluster's, whose workers lack the variables that are left behind."""
-    from kvpatch.tools.verify.setups import small_engine
+    from kvpatch.tools.verify.engine import small_engine
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _LEFT_BEHIND).write_text(json.dumps(left_behind))
@@ -104,7 +103,7 @@ async def served_identically(
 ) -> bool:
     """True if a pair serves as its prefill engine does alone, with kvpatch in both workers."""
     from kvpatch.tools.verify.compare import compare, sentences
-    from kvpatch.tools.verify.prompts import build_cases
+    from kvpatch.tools.verify.model import build_cases
     from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, vocabulary
 
     await require_kvpatch_as_asked(client, (prefill, decode))
@@ -137,9 +136,9 @@ async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
     import httpx
     from rich.console import Console
 
+    from kvpatch.tools.verify.engine import Options, small_engine
     from kvpatch.tools.verify.model import make_tiny_llama
     from kvpatch.tools.verify.run import running
-    from kvpatch.tools.verify.setups import Options, small_engine
 
     model, console = str(make_tiny_llama(work / "model")), Console()
     options = Options(work_dir=work, max_tokens=8, startup_timeout=900.0)

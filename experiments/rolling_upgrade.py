@@ -42,10 +42,9 @@ from experiments.harness import (
     work_folder,
 )
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, Options, small_engine
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
-from kvpatch.tools.verify.setups import Options, small_engine
 
 READS = "vllm:nixl_xfer_time_seconds_count"
 """D's own count of transfers that succeeded."""

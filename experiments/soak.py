@@ -34,10 +34,9 @@ from experiments.engines.run import forget_prefixes
 from experiments.harness import console_of, options_of, work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, Options, small_engine
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal
-from kvpatch.tools.verify.setups import Options, small_engine
 
 LEASE_S = 15
 STAGING_S = 150

@@ -28,8 +28,7 @@ from rich.table import Table
 from experiments.harness import chosen, console_of, options_of, table_of
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import require_environment
-from kvpatch.tools.verify.setups import require_release
+from kvpatch.tools.verify.engine import require_environment, require_release
 from tests.releases.archives import unpack
 
 _HERE = Path(__file__).resolve().parent

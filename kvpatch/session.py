@@ -20,7 +20,7 @@ import wrapt
 from kvpatch.core import kvcacheds_patch, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch.core.installed import InstalledVllm, installed_build, installed_vllm
-from kvpatch.core.ledger import Ledger, Patch
+from kvpatch.core.ledger import Ledger, Patch, Wrapped
 from kvpatch.core.releases import CONNECTORS, Build, ReleaseFacts
 from kvpatch.core.version import __version__
 from kvpatch.guard.allowed_peers import allowed_peers
@@ -88,7 +88,6 @@ class Session:
         self._rows = {}
 
     def has_applied(self, slug: str) -> bool:
-        """True if a patch is in effect in this process."""
         row = self._rows.get(slug)
         return row is not None and row.outcome == "applied"
 
@@ -165,9 +164,7 @@ class Session:
         if self._enabled and isinstance(patch, type) and kvcacheds_patch.APPLY in vars(patch):
             self._ledger.wrap(_SUPERSEDING, patch, kvcacheds_patch.APPLY, self._after_kvcached)
 
-    def _after_kvcached(
-        self, wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _after_kvcached(self, wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         self._supersede()
         return result
@@ -240,7 +237,7 @@ class Session:
             self._ledger.wrap(_TRIPWIRE, connector, "__init__", self._refuse_construction)
 
     def _refuse_construction(
-        self, wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+        self, wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any
     ) -> None:
         status = self.status()
         refused = [p for p in status.patches if p.outcome == "refused"]

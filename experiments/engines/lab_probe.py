@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.load.reader import Reader
-from kvpatch.tools.verify.caches import ProbedLayer, layer_caches
-from kvpatch.tools.verify.probe import CacheProbe
+from kvpatch.tools.verify.probe import CacheProbe, ProbedLayer, layer_caches
 
 if TYPE_CHECKING:
     from kvpatch.worker.state import WorkerState

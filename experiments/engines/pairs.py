@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from experiments.engines.releases import python_of
 from experiments.harness import chosen
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, EngineSpec
-from kvpatch.tools.verify.setups import Setup, small_engine
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, EngineSpec, Setup, small_engine
 
 DTYPE = "float32"
 """vLLM's CPU backend keeps keys by column in it on every x86 machine."""

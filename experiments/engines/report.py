@@ -17,9 +17,9 @@ from kvpatch.tools.verify.compare import (
     json_lines,
     write_json_lines,
 )
-from kvpatch.tools.verify.prompts import Case
+from kvpatch.tools.verify.engine import Options
+from kvpatch.tools.verify.model import Case
 from kvpatch.tools.verify.run import until_signal
-from kvpatch.tools.verify.setups import Options
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -19,10 +19,9 @@ from rich.console import Console
 
 from experiments.engines.faults import kill_and_restart
 from kvpatch.core.errors import EngineFailed, RequestFailed
-from kvpatch.tools.verify.engine import Engine
+from kvpatch.tools.verify.engine import Engine, Options, small_engine
 from kvpatch.tools.verify.handoff import Request, complete, prefill
 from kvpatch.tools.verify.run import progress_bar, running, vocabulary
-from kvpatch.tools.verify.setups import Options, small_engine
 
 ANSWER_TOKENS = 8
 TOGETHER = 8

@@ -13,10 +13,9 @@ from experiments.engines.models import MAKERS
 from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, single_setup
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.compare import Observation, SetupComparison, compare
-from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
-from kvpatch.tools.verify.prompts import Case, build_cases
+from kvpatch.tools.verify.engine import Engine, Options, Setup, require_environment, stop_all
+from kvpatch.tools.verify.model import Case, build_cases
 from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.setups import Options, Setup
 
 if TYPE_CHECKING:
     import httpx

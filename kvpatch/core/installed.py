@@ -85,8 +85,7 @@ def installed_facts() -> ReleaseFacts:
 @cache
 def _recognised(root: Path, version: str) -> Build:
     # What reads source is not imported where the version is listed.
-    from kvpatch.core.recognise import recognise
-    from kvpatch.core.source import Source
+    from kvpatch.core.recognise import Source, recognise
 
     return recognise(Source(root), version)
 

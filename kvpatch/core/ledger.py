@@ -28,6 +28,8 @@ from kvpatch.core.releases import ReleaseFacts
 #: Called in place of a method, as ``wrapper(wrapped, instance, ...)`` with the method's arguments,
 #: so that it names those that it needs.
 Wrapper = Callable[..., Any]
+#: The method of vLLM's, bound to its object, as a wrapper is given it.
+Wrapped = Callable[..., Any]
 #: A function, called with the object that it is a method of.
 Method = Callable[..., Any]
 
@@ -47,12 +49,10 @@ class Parts:
     on: tuple[Any, ...] = ()
 
     def put(self, slug: str, part: Any) -> None:
-        """Turns a patch's on."""
         self.by_slug = {**self.by_slug, slug: part}
         self.on = tuple(self.by_slug.values())
 
     def clear(self) -> None:
-        """Turns all off."""
         self.by_slug, self.on = {}, ()
 
 
@@ -311,9 +311,7 @@ def _put(owner: type | ModuleType, name: str, value: Any) -> None:
 def _bound(wrapper: Wrapper) -> Callable[..., Any]:
     """Returns the wrapper as wrapt calls it."""
 
-    def call(
-        wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(wrapped: Wrapped, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrapper(wrapped, instance, *args, **kwargs)
 
     return call

@@ -26,9 +26,6 @@ class Place:
     owner: str
 
 
-#: Where a worker finds out the shape of its caches: from flags of its own, from its topology's
-#: backend, from its one backend, from all its backends, or from the name of the layout.
-ShapeSource = Literal["flags", "topology", "backend", "backends", "layout name"]
 #: How FlashAttention's tensors begin; packed ones have keys and values in one row.
 CacheShape = Literal["keys first", "blocks first", "packed"]
 
@@ -46,14 +43,8 @@ class Form(NamedTuple):
 _TURNS = "turns"
 
 
-#: What a worker makes of a load that failed: it knows no such thing, or it reports the request
-#: as one received, or so with the first of its reads that fails, or as what it is.
-FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
-Topology = Literal["", "kv_topo", "transfer_topo"]
 #: What D asks a P for: nothing, at the port of a rank; a rank; a rank of a stage of a pipeline.
 Question = Literal["at a port", "rank", "stage and rank"]
-#: The number in what D tells P of a read: how many of D's ranks read each of P's, or all of D's.
-ReaderCount = Literal["readers of a rank", "ranks"]
 
 
 def _since(*turns: str) -> bool:
@@ -98,8 +89,9 @@ class ReleaseFacts:
     answer: frozenset[str]
     #: the fields of ``kv_transfer_params`` that its connector reads.
     params: frozenset[str]
-    #: what the number means that D tells P with the name of a request.
-    reader_count: ReaderCount
+    #: what the number means that D tells P with the name of a request: how many of D's ranks
+    #: read each of P's, or all of D's.
+    reader_count: Literal["readers of a rank", "ranks"]
     #: the fields of a request to receive, in the connector's metadata.
     request_metadata: frozenset[str]
     #: the scheduler's name of what its workers report to it.
@@ -114,13 +106,15 @@ class ReleaseFacts:
     context_sizes: tuple[str, ...]
     #: how FlashAttention's tensors begin.
     cache_shape: CacheShape
-    #: where a worker finds out the shape of its caches.
-    shape_source: ShapeSource
-    #: what a worker makes of a load that failed.
-    failed_loads: FailedLoads
+    #: where a worker finds out the shape of its caches: from flags of its own, from its
+    #: topology's backend, from its one backend, from all its backends, or from the layout's name.
+    shape_source: Literal["flags", "topology", "backend", "backends", "layout name"]
+    #: what a worker makes of a load that failed: it knows no such thing, or it reports the
+    #: request as one received, or so with the first of its reads that fails, or as what it is.
+    failed_loads: Literal["unknown", "as received", "by the first", "as failed"]
     #: the worker's name for what it knows of the ranks of both sides; empty where it has no
     #: such object.
-    topology: Topology = ""
+    topology: Literal["", "kv_topo", "transfer_topo"] = ""
     #: the worker's names of what it keeps of its regions and may state of them.
     books_of_regions: tuple[str, ...] = ()
     #: the server has errors of its own for bad requests.
@@ -366,10 +360,7 @@ _0_10_1 = replace(
 )
 _0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
 _0_10_2 = replace(
-    _0_10_1_1,
-    release="0.10.2",
-    generation="g0102",
-    context_sizes=("decode_context_parallel_size",),
+    _0_10_1_1, release="0.10.2", generation="g0102", context_sizes=("decode_context_parallel_size",)
 )
 _0_11_0 = replace(
     _0_10_2,
@@ -418,13 +409,7 @@ _0_13_0 = replace(
     answer=_0_12_0.answer | {"remote_request_id"},
     params=_0_12_0.params | {"remote_request_id"},
 )
-_0_14_0 = replace(
-    _0_13_0,
-    release="0.14.0",
-    generation="g0140",
-    tpu_flag="",
-    reader_count="ranks",
-)
+_0_14_0 = replace(_0_13_0, release="0.14.0", generation="g0140", tpu_flag="", reader_count="ranks")
 _0_14_1 = replace(_0_14_0, release="0.14.1")
 _0_15_0 = replace(
     _0_14_1, release="0.15.0", completions_module=f"{_COMPLETIONS}.completion.serving"
@@ -453,11 +438,7 @@ _0_18_0 = replace(
     shape_source="backends",
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
-_0_19_0 = replace(
-    _0_18_1,
-    release="0.19.0",
-    prefill_count="_mamba_prefill_token_count",
-)
+_0_19_0 = replace(_0_18_1, release="0.19.0", prefill_count="_mamba_prefill_token_count")
 _0_19_1 = replace(_0_19_0, release="0.19.1")
 _0_20_0 = replace(
     _0_19_1,
@@ -473,9 +454,7 @@ _0_20_0 = replace(
     topology="transfer_topo",
 )
 _0_20_1 = replace(
-    _0_20_0,
-    release="0.20.1",
-    server_request=(*_0_20_0.server_request, "reasoning_parser_kwargs"),
+    _0_20_0, release="0.20.1", server_request=(*_0_20_0.server_request, "reasoning_parser_kwargs")
 )
 _0_20_2 = replace(_0_20_1, release="0.20.2")
 _0_21_0 = replace(
@@ -519,10 +498,7 @@ _0_24_0 = replace(
     params=_0_23_0.params | {"remote_block_size"},
 )
 _0_25_0 = replace(
-    _0_24_0,
-    release="0.25.0",
-    generation="g0250",
-    prefill_count="_get_remote_prefill_token_count",
+    _0_24_0, release="0.25.0", generation="g0250", prefill_count="_get_remote_prefill_token_count"
 )
 _0_25_1 = replace(_0_25_0, release="0.25.1")
 _0_26_0 = replace(
@@ -540,10 +516,7 @@ _0_26_0 = replace(
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
     params=_0_25_1.params | {"remote_blocks_expiry_time", "pp_size"},
 )
-_0_27_0 = replace(
-    _0_26_0,
-    release="0.27.0",
-)
+_0_27_0 = replace(_0_26_0, release="0.27.0")
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,

@@ -68,8 +68,7 @@ nixl_handshake = _at(
 )
 #: Where a worker is told of one rank of a peer, at the handshake.
 add_remote_agent = _at(
-    *(_WORKER, "add_remote_agent", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size"),
-    _CONTEXTS,
+    *(_WORKER, "add_remote_agent", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size"), _CONTEXTS
 )
 #: Where a worker is told what to read in a step.
 start_load_kv = _at(_READER, "start_load_kv", "metadata")
@@ -181,28 +180,25 @@ def request_finished(facts: ReleaseFacts) -> tuple[Site, ...]:
 
 # --- the connector's statistics, from 0.11.1 --------------------------------------
 
-
-def _of_stats(name: str, *parameters: str, owner: str = "") -> Callable[[Place], Site]:
-    return lambda stats: Site(
-        stats.module, owner or stats.owner, name, "function", ("self", *parameters)
-    )
+_STATS: _PlaceOf = attrgetter("stats")
 
 
-_METRICS = "NixlPromMetrics"
+def _metrics(facts: ReleaseFacts) -> Place:
+    return Place(_STATS(facts).module, "NixlPromMetrics")
+
 
 #: Where a transfer that is done is counted.
-record_transfer = _of_stats("record_transfer", "res")
+record_transfer = _at(_STATS, "record_transfer", "res")
 #: Where the release asks whether there is nothing to tell.
-stats_are_empty = _of_stats("is_empty")
+stats_are_empty = _at(_STATS, "is_empty")
 #: Where what several workers tell becomes one.
-aggregate_stats = _of_stats("aggregate", "other")
+aggregate_stats = _at(_STATS, "aggregate", "other")
 #: Where the front end makes the connector's metrics.
-prom_metrics_init = _of_stats(
-    *("__init__", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
-    owner=_METRICS,
+prom_metrics_init = _at(
+    *(_metrics, "__init__", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
 )
 #: Where the front end counts what an engine sent.
-prom_metrics_observe = _of_stats("observe", "transfer_stats_data", "engine_idx", owner=_METRICS)
+prom_metrics_observe = _at(_metrics, "observe", "transfer_stats_data", "engine_idx")
 
 
 # --- vLLM's scheduler ------------------------------------------------------------

@@ -44,6 +44,9 @@ TOOLING = (
     *("KVPATCH_TEST_RELEASES", "KVPATCH_TEST_SHARE"),
 )
 
+#: The beginnings of variables of vLLM, kvpatch and kvcached.
+OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
+
 #: What may differ at a peer, and what never may: there the same bytes mean something else.
 _ACCEPTABLE = ("vllm_version", "attn_backend")
 _CHANGES_BYTES = (
@@ -261,11 +264,10 @@ def variable(name: str) -> str | None:
 
 def engine_variables() -> dict[str, str]:
     """The variables of vLLM, kvpatch and kvcached that an engine of this environment reads."""
-    ours = ("VLLM_", "KVPATCH_", "ENABLE_KV")
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(ours) and name not in TOOLING
+        if name.startswith(OURS) and name not in TOOLING
     }
 
 

@@ -16,7 +16,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.host_buffer.policy import host_blocks_in, supported_devices
 from kvpatch.host_buffer.scheduler import StepSaves
-from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.kvcached.pools import check_pools
 from kvpatch.load.mapped_pages import MappedPages, pages_behind
 from kvpatch.observe.book import Book
 from kvpatch.observe.catalogue import SAVE_SECONDS, SAVED_BLOCKS
@@ -94,7 +94,7 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
     by_kvcached = settings.is_kvcached_enabled()
     pages = None
     if by_kvcached:
-        check_pools(kv_caches, layers, kvcacheds_settings())
+        check_pools(kv_caches, layers)
         pages = pages_behind(kv_caches, layers)
     pool = HostPool(kv_caches, dimensions, blocks, host_blocks, is_there_late=by_kvcached)
     _LOG.info(

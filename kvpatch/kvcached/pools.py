@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
@@ -29,17 +29,6 @@ _MARK = "_kvcached_block_copy_view"
 _MIB = 1024**2
 
 
-class Settings(NamedTuple):
-    """``KVCACHED_CONTIGUOUS_LAYOUT``, and ``KVCACHED_PAGE_SIZE_MB`` in bytes; None where unset."""
-
-    contiguous: bool | None = None
-    page_bytes: int | None = None
-
-
-def kvcacheds_settings() -> Settings:
-    return Settings(settings.kvcached_contiguous(), settings.kvcached_page_bytes())
-
-
 @dataclass(frozen=True)
 class _Pool:
     address: int
@@ -47,9 +36,7 @@ class _Pool:
     layers: tuple[str, ...]
 
 
-def check_pools(
-    kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache], settings: Settings
-) -> None:
+def check_pools(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]) -> None:
     """Refuses tensors that cannot be what kvcached has made.
 
     Args:
@@ -64,8 +51,8 @@ def check_pools(
         return
     _check_marks(tensors, layers)
     _check_sizes(pools, layers)
-    _check_layout(pools, layers, settings.contiguous)
-    _check_pages(pools, settings.page_bytes)
+    _check_layout(pools, layers, settings.kvcached_contiguous())
+    _check_pages(pools, settings.kvcached_page_bytes())
 
 
 def _pools(tensors: Mapping[str, torch.Tensor]) -> tuple[_Pool, ...]:
@@ -215,7 +202,7 @@ def count_blocks(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
         return
     if settings.is_kvcached_enabled() and not worker_state(release.worker).is_host_buffered:
         # Says more than the counts below can; a host buffer's tensors are not kvcached's.
-        check_pools(kv_caches, layers, kvcacheds_settings())
+        check_pools(kv_caches, layers)
     release.set_blocks(common_blocks(layers, kernel_blocks))
 
 

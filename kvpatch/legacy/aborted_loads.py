@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.ledger import Site, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.read_request import groups
 from kvpatch.worker.state import engine_state, scheduler_state, schedulers_of
@@ -94,17 +94,14 @@ def is_loading(request: Any) -> bool:
 
 
 def _finish_requests(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    request_ids: str | Iterable[str],
-    finished_status: Any,
+    wrapped: Wrapped, instance: Any, request_ids: str | Iterable[str], finished_status: Any
 ) -> Any:
     ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
     with engine_state(instance).of(AbortedBlocks).ending(instance, ids):
         return wrapped(ids, finished_status)
 
 
-def _connector_finished(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+def _connector_finished(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     answer = wrapped(request)
     aborts = engine_state(instance).of(AbortedBlocks)
     if not answer[0] and aborts.keep(instance, request):  # else another connector keeps them
@@ -113,9 +110,7 @@ def _connector_finished(wrapped: Callable[..., Any], instance: Any, request: Any
     return answer
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _build_connector_meta(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     aborts = scheduler_state(instance).held(AbortedBlocks)
     if aborts is not None:
         aborts.withhold(instance)
@@ -123,7 +118,7 @@ def _build_connector_meta(
 
 
 def _update_from_kv_xfer_finished(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+    wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     (output,) = (*args, *kwargs.values())  # whatever it is called
     result = wrapped(output)

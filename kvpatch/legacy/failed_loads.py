@@ -10,7 +10,7 @@ from weakref import ref
 
 from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
-from kvpatch.core.ledger import Site, Step, Wrapper
+from kvpatch.core.ledger import Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
@@ -83,9 +83,7 @@ def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
     )
 
 
-def _read_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any
-) -> Any:
+def _read_or_leave_waiting(wrapped: Wrapped, instance: Any, req_id: str, meta: Any) -> Any:
     loads, engine_id = worker_state(instance).of(StuckLoads), meta.remote_engine_id
     if engine_id not in instance._remote_agents:
         # The release goes on after a handshake whether it failed or not.
@@ -103,7 +101,7 @@ def _read_or_leave_waiting(
         return None
 
 
-def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+def _start_load_kv(wrapped: Wrapped, instance: Any, metadata: Any) -> Any:
     entries = metadata.reqs_to_recv.items()
     # One without blocks only tells P, and nobody waits for it.
     loading = (req_id for req_id, entry in entries if entry.local_block_ids)
@@ -111,16 +109,14 @@ def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) ->
     return wrapped(metadata)
 
 
-def _get_finished_and_given_up(
-    wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]
-) -> Any:
+def _get_finished_and_given_up(wrapped: Wrapped, instance: Any, finished_req_ids: set[str]) -> Any:
     sent, received = wrapped(finished_req_ids)
     loads = worker_state(instance.connector_worker).of(StuckLoads)
     return sent, loads.report(received or (), finished_req_ids)
 
 
 def _handshake_with_the_living(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     host: str,
     port: int,
@@ -135,9 +131,7 @@ def _handshake_with_the_living(
     return wrapped(host, port, remote_tp_size, expected_engine_id)
 
 
-def _pop_done_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
-) -> Any:
+def _pop_done_or_leave_waiting(wrapped: Wrapped, instance: Any, transfers: dict[str, Any]) -> Any:
     def failed(req_id: str) -> None:
         leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
 
@@ -233,9 +227,7 @@ def watch_failed_loads(release: ReleaseWorker) -> None:
         worker._failed_recv_reqs = FailedRequests(worker, own, failures)
 
 
-def _worker_get_finished(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _worker_get_finished(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     sent, received = wrapped(*args, **kwargs)
     unreported = instance._failed_recv_reqs
     if isinstance(unreported, FailedRequests):
@@ -285,9 +277,7 @@ def _let_go(worker: Any, handles: Iterable[Any]) -> None:
             _LOG.warning("a transfer that broke off could not be released: %s", error)
 
 
-def _pop_done_or_failed(
-    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
-) -> Any:
+def _pop_done_or_failed(wrapped: Wrapped, instance: Any, transfers: dict[str, Any]) -> Any:
     def failed(req_id: str) -> None:
         metadata = instance._recving_metadata.get(req_id)
         if metadata is not None:
@@ -341,15 +331,13 @@ def has_several_groups(worker: Any) -> bool:
     return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
 
 
-def _handle_failed_transfer(
-    wrapped: Callable[..., Any], instance: Any, req_id: str, handle: Any
-) -> Any:
+def _handle_failed_transfer(wrapped: Wrapped, instance: Any, req_id: str, handle: Any) -> Any:
     if has_several_groups(instance):
         worker_state(instance).of(FailedGroupLoads).add(req_id)
     return wrapped(req_id, handle)
 
 
-def _get_finished(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_finished(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     worker = instance.connector_worker
     if worker is None or not has_several_groups(worker):
         return wrapped(*args, **kwargs)
@@ -361,7 +349,7 @@ def _get_finished(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwar
 
 
 def _get_block_ids_with_load_errors(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+    wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     found = wrapped(*args, **kwargs)
     worker = instance.connector_worker
@@ -395,7 +383,7 @@ def whole_requests(
 
 
 def _update_requests_with_invalid_blocks(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     requests: Iterable[Any],
     invalid_block_ids: set[int],

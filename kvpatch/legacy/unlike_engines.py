@@ -14,14 +14,14 @@ release           it                                                        here
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.ledger import Site, Step, Wrapper
+from kvpatch.core.ledger import Site, Step, Wrapped, Wrapper
 from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
@@ -60,9 +60,7 @@ def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractCo
     return listener_told(release, restate)
 
 
-def _loaded_in_time(
-    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
-) -> Any:
+def _loaded_in_time(wrapped: Wrapped, instance: Any, request: Any, *more: Any, **named: Any) -> Any:
     """Loads no prompt that has waited longer than P keeps its blocks: D computes it.
 
     A worker that finds out too late can only leave the load unfinished.
@@ -81,9 +79,7 @@ def _loaded_in_time(
     return 0, False
 
 
-def _whole_blocks(
-    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
-) -> Any:
+def _whole_blocks(wrapped: Wrapped, instance: Any, request: Any, num_computed_tokens: int) -> Any:
     """Loads only the tokens that P's whole blocks hold: D computes the rest.
 
     P names whole blocks only. Where these hold fewer tokens than D wants, 0.10.0 takes P's last
@@ -181,7 +177,7 @@ class RemoteAgents(dict[int, str]):
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     host: str,
     port: int,
@@ -311,7 +307,7 @@ def _is_going(read: OwnRead, nixl: Any) -> bool:
     return False
 
 
-def _get_finished(wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]) -> Any:
+def _get_finished(wrapped: Wrapped, instance: Any, finished_req_ids: set[str]) -> Any:
     worker = instance.connector_worker
     if worker is None or worker_state(worker).held(Reader) is None:
         return wrapped(finished_req_ids)
@@ -321,7 +317,7 @@ def _get_finished(wrapped: Callable[..., Any], instance: Any, finished_req_ids: 
     return sent, reads.report(worker, received or ())
 
 
-def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+def _start_load_kv(wrapped: Wrapped, instance: Any, metadata: Any) -> Any:
     if worker_state(instance).held(Reader) is not None:
         entries = metadata.reqs_to_recv.items()
         found = ((name, read_request.read_request_of(entry)) for name, entry in entries)

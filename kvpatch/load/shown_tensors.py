@@ -16,7 +16,7 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.dimension_order import DimensionOrder
 from kvpatch.geometry.layout_strides import block_bytes
 from kvpatch.geometry.plane import Plane
-from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.kvcached.pools import check_pools
 from kvpatch.kvcached.transports import note_transport, refuse_cards
 from kvpatch.load.mapped_pages import pages_behind
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks, register_cross_layer_blocks
@@ -69,7 +69,7 @@ def register_as_they_lie(
         if not state.is_host_buffered:  # else they were looked at as that was made
             refuse_cards(release.nixl_backends, kv_caches)
             note_transport(kv_caches)
-            check_pools(kv_caches, layers, kvcacheds_settings())
+            check_pools(kv_caches, layers)
             pages = pages_behind(kv_caches, layers)
             if pages is not None:
                 state.hold(pages)

@@ -19,11 +19,10 @@ Remove when:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 
@@ -49,7 +48,7 @@ class _Answers:
         return answer
 
 
-def _listen(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _listen(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     from msgspec import MsgspecError
 
     answers, *more = (*args, *kwargs.values())  # whatever they are called

@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.policy import is_to_be_read, is_wanted_here
 from kvpatch.load.registration import registration_step
@@ -56,12 +56,7 @@ if TYPE_CHECKING:
 
 
 def _worker_init(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    vllm_config: Any,
-    *more: Any,
-    facts: ReleaseFacts,
-    **named: Any,
+    wrapped: Wrapped, instance: Any, vllm_config: Any, *more: Any, facts: ReleaseFacts, **named: Any
 ) -> None:
     if not is_wanted_here(vllm_config, facts):
         wrapped(vllm_config, *more, **named)
@@ -87,9 +82,7 @@ def _save(connector: Any, _: Any) -> None:
         buffer.save(copies)
 
 
-def _set_host_xfer_buffer_ops(
-    wrapped: Callable[..., Any], instance: Any, copy_operation: Any
-) -> Any:
+def _set_host_xfer_buffer_ops(wrapped: Wrapped, instance: Any, copy_operation: Any) -> Any:
     worker = instance.connector_worker
     if worker is None or not worker_state(worker).is_host_buffered:
         return wrapped(copy_operation)
@@ -106,12 +99,7 @@ def _make(release: ReleaseWorker, kv_caches: Any) -> Any:
 
 
 def _scheduler_init(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    vllm_config: Any,
-    *more: Any,
-    facts: ReleaseFacts,
-    **named: Any,
+    wrapped: Wrapped, instance: Any, vllm_config: Any, *more: Any, facts: ReleaseFacts, **named: Any
 ) -> None:
     wrapped(vllm_config, *more, **named)
     if is_wanted_here(vllm_config, facts):
@@ -140,7 +128,7 @@ def _account_of(connector: Any) -> HostBufferScheduler | None:
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
+    wrapped: Wrapped, instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
     buffer = _account_of(instance)
     if buffer is not None and is_to_be_read(request) and not buffer.admit(request):
@@ -189,7 +177,7 @@ def _link(core: Any) -> None:
     linked.is_whole = True
 
 
-def _schedule(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _schedule(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     """Hides requests without room, where connectors cannot ask for a later call (<= 0.10.1)."""
     _link(instance)
     buffers = [buffer for buffer in map(_account_of, connectors_of(instance)) if buffer is not None]
@@ -222,7 +210,7 @@ def put_back(queue: Any, order: Iterable[Any], held: Sequence[Any]) -> None:
         queue.add_request(request)
 
 
-def _free(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+def _free(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     result = wrapped(request)
     for buffer in engine_state(instance).of(LinkedBuffers).buffers:
         buffer.release(request.request_id)

@@ -21,23 +21,20 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams, settings
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 
 
-def _get_required_kvcache_layout(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _get_required_kvcache_layout(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     if settings.is_kvcached_enabled():
         return None
     return wrapped(*args, **kwargs)
 
 
-def _as_ever(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_ever(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 

@@ -25,12 +25,11 @@ Remove when:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
 from kvpatch.load.registration import registration_step
@@ -60,7 +59,7 @@ def _show_description(release: ReleaseWorker) -> None:
         worker_state(release.worker).book.add(DESCRIPTION, 1, found)
 
 
-def _record_transfer(wrapped: Callable[..., Any], instance: Any, res: Any) -> Any:
+def _record_transfer(wrapped: Wrapped, instance: Any, res: Any) -> Any:
     if isinstance(res, Telemetry) and res.is_of_nothing:
         return None  # a rank that was only told
     found = wrapped(res)
@@ -69,7 +68,7 @@ def _record_transfer(wrapped: Callable[..., Any], instance: Any, res: Any) -> An
     return found
 
 
-def _get_finished(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_finished(wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any) -> Any:
     sent, received = wrapped(*args, **kwargs)
     if received:
         worker_state(instance).book.report(received)
@@ -81,9 +80,7 @@ def _report_results(worker: Any, found: Any) -> None:
         worker_state(worker).book.report(found.finished_recving, found.failed_recving)
 
 
-def _handle_failed_transfer(
-    wrapped: Callable[..., Any], instance: Any, req_id: str, handle: Any
-) -> Any:
+def _handle_failed_transfer(wrapped: Wrapped, instance: Any, req_id: str, handle: Any) -> Any:
     worker_state(instance).book.fail(req_id)
     return wrapped(req_id, handle)
 
@@ -112,7 +109,7 @@ def _is_empty(stats: Any, is_empty: Any) -> Any:
     return is_empty and not payload.samples_of(stats.data)
 
 
-def _aggregate(wrapped: Callable[..., Any], instance: Any, other: Any) -> Any:
+def _aggregate(wrapped: Wrapped, instance: Any, other: Any) -> Any:
     # The release adds those of a name that both sides have.
     payload.put(instance, ())
     payload.put(other, ())
@@ -145,13 +142,13 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
 # --- the front end --------------------------------------------------------------------
 
 
-def _build_kv_connector_stats(wrapped: Callable[..., Any], instance: Any, data: Any = None) -> Any:
+def _build_kv_connector_stats(wrapped: Wrapped, instance: Any, data: Any = None) -> Any:
     """Hides kvpatch's samples from the release's log: without counts of its own it logs nothing."""
     return wrapped(None if data is None else payload.without(data))
 
 
 def _prom_init(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     vllm_config: Any,
     metric_types: Any,
@@ -164,7 +161,7 @@ def _prom_init(
 
 
 def _prom_observe(
-    wrapped: Callable[..., Any], instance: Any, transfer_stats_data: Any, engine_idx: int = 0
+    wrapped: Wrapped, instance: Any, transfer_stats_data: Any, engine_idx: int = 0
 ) -> Any:
     result = wrapped(transfer_stats_data, engine_idx)
     shown = engine_state(instance).held(Shown)
@@ -177,13 +174,13 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.stats is None:
         return {}
     found: dict[Site, Wrapper | Step] = {
-        seams.record_transfer(facts.stats): _record_transfer,
+        seams.record_transfer(facts): _record_transfer,
         seams.worker_stats(facts): Step(around, Around(_count, _name_ours)),
-        seams.stats_are_empty(facts.stats): Step(amend, _is_empty),
-        seams.aggregate_stats(facts.stats): _aggregate,
+        seams.stats_are_empty(facts): Step(amend, _is_empty),
+        seams.aggregate_stats(facts): _aggregate,
         seams.build_connector_stats(facts): _build_kv_connector_stats,
-        seams.prom_metrics_init(facts.stats): _prom_init,
-        seams.prom_metrics_observe(facts.stats): _prom_observe,
+        seams.prom_metrics_init(facts): _prom_init,
+        seams.prom_metrics_observe(facts): _prom_observe,
     }
     if facts.server_arguments:  # others are not described
         found |= registration_step(facts, _show_description)

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.common_prompt import PromptLoads
 from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
@@ -48,7 +48,7 @@ from kvpatch.worker.unpatched_workers import is_applied
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
+    wrapped: Wrapped, instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
     count, is_async = wrapped(request, num_computed_tokens)
     scheduler = connector_scheduler(instance)

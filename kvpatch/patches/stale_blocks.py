@@ -40,7 +40,7 @@ from kvpatch.checks.grants import GrantedHolds, StatedTables
 from kvpatch.checks.hold_check import check_hold
 from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import seams, settings
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.prompt_hashes import lacks_images
 from kvpatch.load.read_request import HOLD
@@ -125,7 +125,7 @@ def _holds_of(connector: Any) -> GrantedHolds | None:
 
 
 def _update_state_after_alloc(
-    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
+    wrapped: Wrapped, instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
     holds = _holds_of(instance)
     if holds is not None and (request.kv_transfer_params or {}).get("do_remote_decode"):

@@ -32,14 +32,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from kvpatch.core import seams
 from kvpatch.core.errors import ParamsRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.guard.allowed_peers import allowed_peers
@@ -57,7 +56,7 @@ _LOG = logging.getLogger("kvpatch.transfer_params")
 
 
 def _server_add_request(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     request_id: str,
     prompt: Any,
@@ -92,12 +91,7 @@ def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
 
 
 async def _create_completion(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    request: Any,
-    *more: Any,
-    facts: ReleaseFacts,
-    **named: Any,
+    wrapped: Wrapped, instance: Any, request: Any, *more: Any, facts: ReleaseFacts, **named: Any
 ) -> Any:
     embedded, prompt = request.prompt_embeds, request.prompt
     if facts.skips_empty_prompts and embedded and prompt == "":
@@ -109,7 +103,7 @@ async def _create_completion(
     return await wrapped(request, *more, **named)
 
 
-def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     """Replaces a request's parameters by their checked form, or by none where they are refused."""
     facts = engine_state(instance).facts
     connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
@@ -137,7 +131,7 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
+    wrapped: Wrapped, instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
     found = wrapped(request, num_computed_tokens)
     scheduler = instance.connector_scheduler

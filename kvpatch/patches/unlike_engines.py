@@ -62,7 +62,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
 from kvpatch.load.common_prompt import may_load
@@ -84,7 +84,7 @@ from kvpatch.worker.unpatched_workers import is_guarded
 
 
 def _add_remote_agent(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     nixl_agent_meta: Any,
     remote_tp_rank: int = 0,
@@ -105,7 +105,7 @@ def _add_remote_agent(
         return handshake.act(decide(local, remote, release.facts))
 
 
-def _read_blocks_for_req(wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any) -> Any:
+def _read_blocks_for_req(wrapped: Wrapped, instance: Any, req_id: str, meta: Any) -> Any:
     from kvpatch.load.read_dispatch import request_read
 
     with request_read(instance, req_id, meta):
@@ -118,12 +118,12 @@ def _note_loads(worker: Any) -> None:
         note_loads(worker)
 
 
-def _reorder_received(wrapped: Callable[..., Any], instance: Any, block_ids: Any) -> Any:
+def _reorder_received(wrapped: Wrapped, instance: Any, block_ids: Any) -> Any:
     if worker_state(instance).of(ReorderedLoads).is_reordered(block_ids):
         wrapped(block_ids)
 
 
-def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     for scheduler in schedulers_of(instance):
         scheduler_state(scheduler).of(read_request.Waits).take(request.arrival_time)
     return wrapped(request)
@@ -137,7 +137,7 @@ def _attach_reads(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
+    wrapped: Wrapped, instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
     found, scheduler = wrapped(request, *more, **named), instance.connector_scheduler
     if found[0] and not (
@@ -184,7 +184,7 @@ def _take_statements(scheduler: Any, metadata: Any) -> Any:
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     host: str,
     port: int,
@@ -207,12 +207,7 @@ def _add(found: dict[Site, Wrapper | Step], site: Site, wrapper: Wrapper) -> Non
 
 
 def _around(
-    outer: Wrapper,
-    inner: Wrapper,
-    wrapped: Callable[..., Any],
-    instance: Any,
-    *args: Any,
-    **kwargs: Any,
+    outer: Wrapper, inner: Wrapper, wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     return outer(partial(inner, wrapped, instance), instance, *args, **kwargs)
 

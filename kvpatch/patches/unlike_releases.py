@@ -41,7 +41,7 @@ from typing import Any
 
 from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.peer.other_releases import (
     NULLABLE,
@@ -55,7 +55,7 @@ from kvpatch.worker.envelope import RELEASES, message_on, read_step, write_step
 from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
 
 
-def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     for connector in connectors_of(instance):
         scheduler = getattr(connector, "connector_scheduler", None)
         if scheduler is not None and hasattr(scheduler, "_reqs_need_recv"):
@@ -87,14 +87,14 @@ def _read(worker: Any, message: Mapping[str, Any]) -> None:
         worker_state(worker).of(PeerReleases).take(message[RELEASES])
 
 
-def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+def _start_load_kv(wrapped: Wrapped, instance: Any, metadata: Any) -> Any:
     """Reads the message where a MultiConnector binds it without its base class (<= 0.11.0)."""
     _read(instance, message_on(metadata))
     return wrapped(metadata)
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any],
+    wrapped: Wrapped,
     instance: Any,
     host: str,
     port: int,
@@ -129,7 +129,7 @@ def _nixl_handshake(
 _ASKED: ContextVar[Any] = ContextVar("kvpatch_asked", default=None)
 
 
-def _zmq_ctx(wrapped: Callable[..., Any], instance: Any, socket_type: int, addr: str) -> Any:
+def _zmq_ctx(wrapped: Wrapped, instance: Any, socket_type: int, addr: str) -> Any:
     asked = _ASKED.get()
     return wrapped(socket_type, addr) if asked is None else nullcontext(asked)
 
@@ -179,9 +179,4 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return found
 
 
-PATCH = Patch(
-    slug="unlike_releases",
-    wire_affecting=False,
-    sites=_sites,
-    document=__doc__,
-)
+PATCH = Patch(slug="unlike_releases", wire_affecting=False, sites=_sites, document=__doc__)

@@ -17,7 +17,7 @@ import typer
 from kvpatch.core.errors import BadOptions, Interrupted, KvpatchError
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.core.version import __version__
-from kvpatch.tools.verify.setups import Options
+from kvpatch.tools.verify.engine import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,7 +214,7 @@ def describe(
         elif command or platform or attention_backend:
             raise BadOptions("--url asks an engine that runs already", "leave out all but --output")
         else:
-            from kvpatch.tools.planning.description import published_by
+            from kvpatch.tools.planning.arguments import published_by
 
             found = published_by(url)
         text = json.dumps(found, indent=1)

@@ -16,9 +16,8 @@ import kvpatch
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, ReleaseNotKnown, SettingsError
 from kvpatch.core.installed import installed_build, installed_vllm, vllm_in
-from kvpatch.core.recognise import leaning, recognise
+from kvpatch.core.recognise import Source, leaning, recognise
 from kvpatch.core.releases import Build, facts_named, listed
-from kvpatch.core.source import Source
 from kvpatch.guard.allowed_peers import allowed_peers
 from kvpatch.observe.status import PatchStatus
 from kvpatch.patches import SLUGS
@@ -51,11 +50,9 @@ class Diagnosis:
     installed: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**self.found, "healthy": self.healthy, "verdict": self.verdict}
 
     def show(self, console: Console) -> None:
-        """Prints tables, and the verdict."""
         from rich.table import Table
 
         if self.installed:
@@ -178,9 +175,7 @@ def _versions() -> dict[str, str]:
         "kvpatch": kvpatch.__version__,
         "vllm": _vllm(),
         "nixl": next((v for v in map(_version, _NIXL) if v), "not installed"),
-        "kvcached": _version("kvcached") or "not installed",
-        "torch": _version("torch") or "not installed",
-        "wrapt": _version("wrapt") or "not installed",
+        **{name: _version(name) or "not installed" for name in ("kvcached", "torch", "wrapt")},
         "python": platform.python_version(),
         "platform": _platform(),
     }

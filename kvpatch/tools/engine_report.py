@@ -87,11 +87,9 @@ class EngineReport:
     healthy: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"sentences": self.sentences, "well": self.healthy}
 
     def show(self, console: Console) -> None:
-        """Prints the sentences."""
         for sentence in self.sentences:
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 

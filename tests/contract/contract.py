@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.core.ledger import Patch, Site
-from kvpatch.core.recognise import DATA, Code, Known, tables
+from kvpatch.core.recognise import DATA, Code, Known, Source, tables
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.source import Source
 from tests.releases.cache import tree
 
 from .relied_on import relied_on

@@ -16,14 +16,10 @@ from typing import Any
 
 from kvpatch.core.releases import (
     CacheShape,
-    FailedLoads,
     Form,
     Place,
     Question,
-    ReaderCount,
     ReleaseFacts,
-    ShapeSource,
-    Topology,
 )
 
 from .source import Method, classes, method, text
@@ -196,13 +192,13 @@ def _params(source: Source) -> frozenset[str]:
     return frozenset(read)
 
 
-def _reader_count(source: Source) -> ReaderCount:
+def _reader_count(source: Source) -> str:
     """From 0.14 to 0.28 P works out from the ranks of D how many of them read one of its own."""
     body = source.body(source.reader, "_get_new_notifs")
     return "ranks" if "n_consumers = int(tp_size)" in body else "readers of a rank"
 
 
-def _shape_source(source: Source) -> ShapeSource:
+def _shape_source(source: Source) -> str:
     init, register = (source.body(source.worker, n) for n in ("__init__", "register_kv_caches"))
     if source.method(_FLASH, "FlashAttentionBackend.get_kv_cache_shape") is None:
         return "layout name"
@@ -213,14 +209,14 @@ def _shape_source(source: Source) -> ShapeSource:
     return "topology" if "TpKVTopology(" in init else "flags"
 
 
-def _topology(source: Source) -> Topology:
+def _topology(source: Source) -> str:
     bodies = [source.body(source.worker, n) for n in ("__init__", "register_kv_caches")]
-    topologies: tuple[Topology, ...] = ("kv_topo", "transfer_topo")
+    topologies = ("kv_topo", "transfer_topo")
     found = [name for name in topologies if any(f"self.{name} = " in body for body in bodies)]
     return found[0] if found else ""
 
 
-def _failed_loads(source: Source) -> FailedLoads:
+def _failed_loads(source: Source) -> str:
     body = source.body(source.worker, "get_finished")
     if source.method(source.worker, "get_transfer_results") is not None:
         return "as failed"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core import seams
+from kvpatch.core.recognise import BASES, OVERRIDES, Source
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.source import BASES, OVERRIDES, Source
 from kvpatch.patches import load
 from tests.releases import cache as trees
 
@@ -24,7 +24,7 @@ from . import facts as probes
 from .source import Method, classes, text
 from .tables import ROOT
 
-#: A module and a name in it, as :meth:`kvpatch.core.source.Source.fingerprint` takes them.
+#: A module and a name in it, as :meth:`kvpatch.core.recognise.Source.fingerprint` takes them.
 Code = tuple[str, str]
 #: The patches that lean on what all of them lean on.
 ALL: frozenset[str] = frozenset()

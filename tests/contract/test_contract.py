@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from kvpatch.core.ledger import Parts, Site, Step
+from kvpatch.core.recognise import Source
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.core.source import Source
 from kvpatch.patches import load
 from kvpatch.session import RAY_VARIABLES
 from tests.releases.fetch import fetch

@@ -13,11 +13,10 @@ from itertools import pairwise
 
 import pytest
 
-from kvpatch.core import recognise, source
+from kvpatch.core import recognise
 from kvpatch.core.errors import ReleaseNotKnown
-from kvpatch.core.recognise import tables
+from kvpatch.core.recognise import BASES, OVERRIDES, Source, tables
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
-from kvpatch.core.source import BASES, OVERRIDES, Source
 from tests.releases.cache import tree
 from tests.releases.fetch import fetch
 from tests.releases.renamed import renamed
@@ -198,7 +197,7 @@ _parsed = cache(ast.parse)
 
 
 def _lines(text: str, name: str) -> tuple[list[str], ast.FunctionDef]:
-    found = source._find(_parsed(text).body, name.split("."))
+    found = recognise._find(_parsed(text).body, name.split("."))
     assert isinstance(found, ast.FunctionDef)
     return text.splitlines(keepends=True), found
 
@@ -307,7 +306,7 @@ def test_a_listed_version_is_not_compared():
         "import sys; from kvpatch.core.installed import installed_build\n"
         "build = installed_build(); print(build, build.by_code)\n"
         "print([name for name in sys.modules if name in ('ast', 'json')"
-        " or name.startswith(('kvpatch.core.rec', 'kvpatch.core.sou', 'vllm'))])"
+        " or name.startswith(('kvpatch.core.rec', 'vllm'))])"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
@@ -317,4 +316,4 @@ def test_a_listed_version_is_not_compared():
         check=False,
     )
     assert done.stdout.splitlines()[0] == f"{NEWEST} False", done.stderr
-    assert not any(name in done.stdout for name in ("recognise", "source", "'vllm"))
+    assert not any(name in done.stdout for name in ("recognise", "'vllm"))

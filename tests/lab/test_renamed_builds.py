@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.core.source import Source
+from kvpatch.core.recognise import Source
 from kvpatch.patches import SLUGS
 from tests.releases.cache import tree
 from tests.releases.fetch import fetch

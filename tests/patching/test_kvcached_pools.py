@@ -13,8 +13,9 @@ import sys
 import pytest
 import torch
 
+from kvpatch.core import settings
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
-from kvpatch.kvcached.pools import Settings, check_pools, kvcacheds_settings
+from kvpatch.kvcached.pools import check_pools
 from kvpatch.load import mapped_pages as kvcached_pages
 from kvpatch.load.mapped_pages import Driver, driver, filler_of
 from kvpatch.load.read_request import ReadRequest
@@ -43,7 +44,10 @@ def _halves(heads=HEADS, blocks=BLOCKS, layers=LAYERS):
 
 
 def _check(tensors, order, contiguous=None, page_bytes=None):
-    check_pools(tensors, _read(tensors, order), Settings(contiguous, page_bytes))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(settings, "kvcached_contiguous", lambda: contiguous)
+        patched.setattr(settings, "kvcached_page_bytes", lambda: page_bytes)
+        check_pools(tensors, _read(tensors, order))
 
 
 class TestVariables:
@@ -76,9 +80,9 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("layout", "page", "expected"),
         [
-            (None, None, Settings()),
-            ("TRUE", "4", Settings(contiguous=True, page_bytes=4 * 1024**2)),
-            ("1", "x", Settings(contiguous=False)),  # kvcached takes all but true for false
+            (None, None, (None, None)),
+            ("TRUE", "4", (True, 4 * 1024**2)),
+            ("1", "x", (False, None)),  # kvcached takes all but true for false
         ],
     )
     def test_are_read_as_kvcached_reads_them(self, monkeypatch, layout, page, expected):
@@ -87,7 +91,8 @@ class TestVariables:
             if value is not None:
                 monkeypatch.setenv(f"KVCACHED_{name}", value)
 
-        assert kvcacheds_settings() == expected
+        found = settings.kvcached_contiguous(), settings.kvcached_page_bytes()
+        assert found == expected
 
 
 class TestPools:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.peer.engine_description import FULL, STATE, Caches, Layer
-from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.description import Description
+from kvpatch.tools.planning.arguments import Description, EngineArguments
 from kvpatch.tools.planning.engine import Pair, PlannedEngine, Role, engine_of
 from kvpatch.tools.planning.verdicts import Outcome
 from tests.lab.case import Case, EngineSpec

@@ -16,9 +16,8 @@ from kvpatch.peer.engine_description import packed, unpacked
 from kvpatch.peer.peer_hash import digest_of
 from kvpatch.tools.cli import app
 from kvpatch.tools.engine_report import report, values_of
-from kvpatch.tools.planning import description
-from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.description import DESCRIPTION
+from kvpatch.tools.planning import arguments
+from kvpatch.tools.planning.arguments import DESCRIPTION, read_arguments
 from kvpatch.tools.planning.engine import engine_of
 
 from .described import described
@@ -246,7 +245,7 @@ def test_a_running_engine_is_planned_by_its_url(
         "http://odd:1": _published(described["float16"]),
         "http://none:1": "",
     }
-    monkeypatch.setattr(description, "text_of", lambda url, _: shown[url])
+    monkeypatch.setattr(arguments, "text_of", lambda url, _: shown[url])
     d = tmp_path / "d.json"
     asked = CliRunner().invoke(app, ["describe", "--url", "http://like:1", "--output", str(d)])
     assert asked.exit_code == 0, asked.output
@@ -291,7 +290,7 @@ def test_what_another_service_describes_is_a_short_sentence(
         found = found[name]
     found[place[-1]] = value
     shown = _published(odd)
-    monkeypatch.setattr(description, "text_of", lambda url, _: shown)
+    monkeypatch.setattr(arguments, "text_of", lambda url, _: shown)
     d = tmp_path / "d.json"
     d.write_text(json.dumps(described[_QWEN]))
 

@@ -10,8 +10,7 @@ import pytest
 
 from experiments.engines.pairs import ROWS, Row, Side
 from experiments.engines.recorded import HYBRID_RANKS, TITLES
-from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.description import Description
+from kvpatch.tools.planning.arguments import Description, EngineArguments
 from kvpatch.tools.planning.engine import Pair, engine_of
 from kvpatch.tools.planning.verdicts import Outcome, verdicts
 from tests.lab.case import EngineSpec

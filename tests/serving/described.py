@@ -16,7 +16,7 @@ import pytest
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
 from kvpatch.tools.engine_report import report_of, text_of
-from kvpatch.tools.planning.description import published_by
+from kvpatch.tools.planning.arguments import published_by
 from kvpatch.tools.verify.engine import HOST, Engine, command, environment
 from tests.lab.side_channel import ask_patiently, question
 

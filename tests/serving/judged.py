@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpatch.tools.verify.prompts import CONTROL_TOKENS
+from kvpatch.tools.verify.model import CONTROL_TOKENS
 
 PROMPTS = 23
 

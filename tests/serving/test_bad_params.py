@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.installed import installed_facts
-from kvpatch.tools.verify.engine import Engine
+from kvpatch.tools.verify.engine import Engine, Options, PatchedSides, build_setups
 from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups
 from tests.bad_params import bad_params
 
 from .commands import ENGINES

@@ -20,7 +20,7 @@ from kvpatch.tools.verify.compare import (
     write_json_lines,
 )
 from kvpatch.tools.verify.handoff import Completion
-from kvpatch.tools.verify.prompts import Case, build_cases, steps
+from kvpatch.tools.verify.model import Case, build_cases, steps
 
 pytestmark = pytest.mark.serving
 

@@ -18,9 +18,16 @@ import pytest
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools import cli
 from kvpatch.tools.verify import engine
-from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
+from kvpatch.tools.verify.engine import (
+    Engine,
+    EngineSpec,
+    Options,
+    PatchedSides,
+    build_setups,
+    require_comparable,
+    stop_all,
+)
 from kvpatch.tools.verify.run import Serving
-from kvpatch.tools.verify.setups import Options, PatchedSides, build_setups, require_comparable
 
 from .commands import NEEDS_VLLM, ROOT, run
 

@@ -8,7 +8,7 @@ import pytest
 from kvpatch.core.errors import EngineFailed
 from kvpatch.geometry.plane import Content, Memory
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
-from kvpatch.tools.verify import caches
+from kvpatch.tools.verify import probe
 from kvpatch.tools.verify.compare import digest_heads, join_ranks
 from kvpatch.worker.recurrent_state import StateDivision
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, as_array
@@ -55,10 +55,10 @@ def _fingerprints(
         for token in range(_TOKENS):
             block, offset = own_ids[token // block_tokens], token % block_tokens
             view[block, :, offset] = content[plane.content][token, heads]
-    layer = caches.ProbedLayer(_LAYER, 0, list_tokens, None, tensor, planes)
+    layer = probe.ProbedLayer(_LAYER, 0, list_tokens, None, tensor, planes)
     digests: dict[str, str] = {}
     for plane in planes:
-        rows = caches.read_rows(layer, plane, block_ids, first_token, _TOKENS)
+        rows = probe.read_rows(layer, plane, block_ids, first_token, _TOKENS)
         digests |= digest_heads(plane.content.value, plane.first_head, rows)
     return {_LAYER: digests}
 
@@ -156,7 +156,7 @@ def _state_digests(states: tuple[SharedState, ...], rank: Rank) -> dict[str, str
             first += units.size
             shares.append(units if part.is_copied else np.split(units, rank.ranks)[rank.number])
     found, digests = np.concatenate(shares), {}
-    for number, where in caches.pieces_of(StateDivision(states, reason=""), rank):
+    for number, where in probe.pieces_of(StateDivision(states, reason=""), rank):
         digests.update(digest_heads("state", number, found[None, None, where]))
     return digests
 
@@ -180,8 +180,8 @@ def test_states_do_not_depend_on_ranks(states: tuple[SharedState, ...], ranks: i
 
 def test_states_that_nobody_can_divide_are_one_piece() -> None:
     whole = ((0, slice(None)),)
-    assert caches.pieces_of(StateDivision(), Rank(0, 1)) == whole
-    assert caches.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == whole
+    assert probe.pieces_of(StateDivision(), Rank(0, 1)) == whole
+    assert probe.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == whole
 
 
 def test_a_missing_head_is_refused() -> None:
@@ -199,6 +199,6 @@ def test_too_few_blocks_are_refused() -> None:
     sizes = CacheSizes(1, 2, _HEADS, 4, _CHANNELS, _ITEM_BYTES)
     tensor = torch.zeros(sizes.total_bytes(), dtype=torch.uint8)
     planes = LAYOUTS["HND"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER])
-    layer = caches.ProbedLayer(_LAYER, 0, 4, None, tensor, planes)
-    with pytest.raises(caches.UnreadableGeometry, match="expected blocks for 5 tokens, found 1"):
-        caches.read_rows(layer, planes[0], [1], 0, 5)
+    layer = probe.ProbedLayer(_LAYER, 0, 4, None, tensor, planes)
+    with pytest.raises(probe.UnreadableGeometry, match="expected blocks for 5 tokens, found 1"):
+        probe.read_rows(layer, planes[0], [1], 0, 5)

@@ -17,9 +17,9 @@ from experiments.engines.report import pairs_summary, pairs_table, prefix_hits, 
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.tools.verify.compare import Observation, Snapshot, compare
+from kvpatch.tools.verify.engine import Options
 from kvpatch.tools.verify.handoff import Completion
-from kvpatch.tools.verify.prompts import Case
-from kvpatch.tools.verify.setups import Options
+from kvpatch.tools.verify.model import Case
 
 pytestmark = pytest.mark.serving
 

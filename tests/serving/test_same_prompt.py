@@ -20,11 +20,10 @@ import zmq
 from kvpatch.core.errors import RequestFailed
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, Options, build_setups
 from kvpatch.tools.verify.handoff import Request, complete, prefill
 from kvpatch.tools.verify.model import make_tiny_llama
 from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.tools.verify.setups import Options, build_setups
 from tests.lab.side_channel import ask, question
 from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 

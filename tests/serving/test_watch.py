@@ -11,8 +11,13 @@ from kvpatch.geometry.plane import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvpatch.tools.verify.caches import ProbedLayer  # noqa: E402
-from kvpatch.tools.verify.probe import LOADED, PREFILLED, CacheProbe, Watch  # noqa: E402
+from kvpatch.tools.verify.probe import (  # noqa: E402
+    LOADED,
+    PREFILLED,
+    CacheProbe,
+    ProbedLayer,  # noqa: E402
+    Watch,
+)
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
 pytestmark = pytest.mark.serving

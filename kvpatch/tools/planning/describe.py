@@ -52,8 +52,7 @@ def describe(
         platform, attention_backend: of the engine, where it runs on another platform.
 
     Raises:
-        BadOptions: the command is none, or vLLM does not take it.
-        BadOptions: the installed release, or the engine, cannot be described.
+        BadOptions: the command is none, or vLLM does not take it, or cannot describe its engine.
         ReleaseNotKnown: there is no vLLM, or it is none of kvpatch's releases.
     """
     variables, arguments = _split(command)
@@ -132,7 +131,6 @@ class _Describing:
     backend: str | None
 
     def described(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The description of the engine of these arguments."""
         asked, config = self._configured(arguments)
         self._refuse(config)
         parallel = config.parallel_config

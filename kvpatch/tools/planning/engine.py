@@ -36,10 +36,7 @@ from kvpatch.tools.planning.models_and_backends import (
 Role = Literal["P", "D"]
 
 #: The release's two layouts by their names; the second of each is from 0.29 on.
-_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {
-    "HND": ("HND", "LBHNC"),
-    "NHD": ("NHD", "LBNHC"),
-}
+_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {"HND": ("HND", "LBHNC"), "NHD": ("NHD", "LBNHC")}
 _CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 #: Methods of speculative decoding whose drafts have no layers in the cache.
 _WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
@@ -131,14 +128,11 @@ class PlannedEngine:
 
 @dataclass(frozen=True)
 class Pair:
-    """P and D."""
-
     prefill: PlannedEngine
     decode: PlannedEngine
 
     @property
     def sides(self) -> tuple[PlannedEngine, PlannedEngine]:
-        """P, then D."""
         return self.prefill, self.decode
 
     def ranks_met(self, rank: int) -> range:
@@ -155,8 +149,7 @@ def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None
     """Makes an engine of its arguments, and of its model's config.json if that is given.
 
     Raises:
-        BadOptions: they are wrong, or do not say enough.
-        BadOptions: they ask for what is not planned for.
+        BadOptions: they are wrong, do not say enough, or ask for what is not planned for.
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
     check_names(arguments)

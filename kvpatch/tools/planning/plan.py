@@ -17,11 +17,7 @@ from kvpatch.tools.planning.verdicts import Outcome, Verdict, verdicts
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {
-    Outcome.IDENTICAL: "green",
-    Outcome.WRONG: "bold red",
-    Outcome.UNKNOWN: "yellow",
-}
+_STYLES = {Outcome.IDENTICAL: "green", Outcome.WRONG: "bold red", Outcome.UNKNOWN: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class PairPlan:
         return tuple(changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it for JSON."""
         of_all = {"configured": self.configured, "stock": self.stock, "kvpatch": self.kvpatch}
         return {
             "serves": self.serves,
@@ -90,7 +85,6 @@ class PairPlan:
         }
 
     def show(self, console: Console) -> None:
-        """Prints the verdicts, what to change, and what was assumed."""
         from rich.table import Table
 
         table = Table(title="kvpatch plan", show_header=False)
@@ -137,7 +131,6 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 def findings(pair: Pair) -> list[Finding]:
-    """Returns the findings on a pair."""
     found = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
     if any(side.arguments.about.get(RUNNING) for side in pair.sides):
         return found  # a running engine publishes neither address nor port, nor its lease

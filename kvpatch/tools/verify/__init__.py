@@ -2,10 +2,8 @@
 
 The parts, in the order in which a run uses them:
 
-``model``        a tiny random model, so that nothing has to be downloaded
-``prompts``      which prompts are sent
-``setups``       which engines a set-up is made of
-``engine``       one server process, started, awaited and stopped
+``model``        a tiny random model, so that nothing has to be downloaded, and the prompts
+``engine``       which engines a set-up is made of, and their processes
 ``handoff``      what a proxy does between a prefill and a decode engine
 ``probe``        runs inside the engine's worker: reads the cache of each request
 ``compare``      digests of caches that do not depend on their layout, and what differs

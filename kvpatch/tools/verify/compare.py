@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.handoff import Completion
-from kvpatch.tools.verify.prompts import Case
+from kvpatch.tools.verify.model import Case
 
 HeadDigests = Mapping[str, str]
 """``"<content>/<global head>"`` -> hexadecimal SHA-256, of one layer."""

@@ -55,7 +55,6 @@ class Request:
     cache_salt: str = ""
 
     def body(self, max_tokens: int) -> dict[str, Any]:
-        """Returns the body of the request."""
         salted = {"cache_salt": self.cache_salt} if self.cache_salt else {}
         return {
             **salted,

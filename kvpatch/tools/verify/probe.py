@@ -7,20 +7,28 @@ cross as JSON; arguments must be strings.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpatch.tools.verify.caches import (
-    ProbedLayer,
-    StateCache,
-    layer_caches,
-    read_rows,
-    read_state,
-    state_caches,
-)
+import numpy as np
+import numpy.typing as npt
+
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.core.installed import installed_facts
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.segments import kernel_blocks
+from kvpatch.geometry.state_shares import Rank
 from kvpatch.tools.verify.compare import NULL_BLOCK, STATE, digest_heads
 from kvpatch.transfer.plane_bytes import plane_view
+from kvpatch.worker.kv_cache_groups import spec_of
+from kvpatch.worker.recurrent_state import StateDivision, state_division
+from kvpatch.worker.registered_caches import tensor_facts
+
+if TYPE_CHECKING:
+    import torch
 
 PREFILLED = "prefilled"
 """Fingerprint a request when the whole prompt has been computed: prefill and single engines."""
@@ -193,6 +201,248 @@ def _observe(worker: Any, watch: Watch) -> None:
 
     setattr(worker, _WATCH, watch)
     worker.execute_model = observed
+
+
+# --- a worker's KV caches as planes -------------------------------------------------------
+#
+# It knows nothing of connectors, so that it reads an engine without one in the same way.
+
+_COLUMN_MAJOR_ISAS = ("vec", "vec16")
+_TILED_ISA, _TILED_BYTES = "amx", 2
+"""CPU kernels whose keys lie [channel, slot]; others pack tiles in ways not known here."""
+
+_ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA", "FLEX_ATTENTION")
+"""Backends on the CPU with plain rows: ``torch_attention``, and latents, which have no keys."""
+
+
+@dataclass(frozen=True)
+class ProbedLayer:
+    """One layer's cache.
+
+    Attributes:
+        group: which of a request's block lists are this layer's.
+        block_tokens: tokens of one block of that list; the tensor's own blocks may be smaller.
+        window_tokens: how many of the last tokens the layer attends to, None for all.
+    """
+
+    name: str
+    group: int
+    block_tokens: int
+    window_tokens: int | None
+    tensor: torch.Tensor
+    planes: tuple[Plane, ...]
+
+
+#: Some bytes of a layer's states: its number among all that the whole model has, and where.
+StatePiece = tuple[int, slice]
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """One layer's recurrent state (Mamba): what it knows of all tokens, in one block.
+
+    Attributes:
+        group: which of a request's block lists are this layer's.
+        tensors: each [block, ...], of one state.
+        pieces: of a block's bytes, one state after the other, which other ranks have too or do not.
+    """
+
+    name: str
+    group: int
+    tensors: tuple[torch.Tensor, ...]
+    pieces: tuple[StatePiece, ...]
+
+
+_PIECES = 8
+"""Of each part of a state, so that as many ranks have a piece each."""
+
+
+def state_caches(worker: Any) -> tuple[StateCache, ...]:
+    """Every layer with recurrent state; none for most models."""
+    config = worker.vllm_config
+    modules = config.compilation_config.static_forward_context
+    ranks = config.parallel_config.tensor_parallel_size
+    model = getattr(config.model_config, "hf_text_config", None)
+    found = []
+    for group, name, spec in _specs(worker.model_runner):
+        if _is_state(spec):
+            division = state_division(spec, ranks, model, installed_facts())
+            pieces = pieces_of(division, Rank(worker.rank % ranks, ranks))
+            found.append(StateCache(name, group, tuple(modules[name].kv_cache), pieces))
+    return tuple(found)
+
+
+def pieces_of(division: StateDivision, rank: Rank) -> tuple[StatePiece, ...]:
+    """A rank's pieces; one of all bytes where nobody knows how ranks share them out."""
+    parts = [(state.unit_bytes, part) for state in division.states for part in state.parts]
+    if not parts or _PIECES % rank.ranks or any(part.units % _PIECES for _, part in parts):
+        return ((0, slice(None)),)
+    found: list[StatePiece] = []
+    start = 0
+    for place, (unit_bytes, part) in enumerate(parts):
+        units, size = part.units_of(rank), part.units // _PIECES
+        for piece in range(_PIECES):
+            if piece * size in units:
+                begins = start + (piece * size - units.start) * unit_bytes
+                where = slice(begins, begins + size * unit_bytes)
+                found.append((place * _PIECES + piece, where))
+        start += len(units) * unit_bytes
+    return tuple(found)
+
+
+def read_state(layer: StateCache, block: int) -> npt.NDArray[np.uint8]:
+    """All bytes of a block's states, one state after the other."""
+    import torch
+
+    parts = [tensor[block].contiguous().view(torch.uint8).flatten() for tensor in layer.tensors]
+    result: npt.NDArray[np.uint8] = torch.cat(parts).cpu().numpy()
+    return result
+
+
+def layer_caches(worker: Any) -> tuple[ProbedLayer, ...]:
+    """Every attention layer with a cache of its own, in the order of the cache groups.
+
+    Raises:
+        UnreadableGeometry: there is no cache, or a tensor's layout is not understood.
+    """
+    runner = worker.model_runner
+    modules = worker.vllm_config.compilation_config.static_forward_context
+    backends, first_head = _backends(runner), _first_head(worker)
+    found = []
+    for group, name, spec in _specs(runner):
+        if _is_state(spec):
+            continue
+        module, backend = modules[name], backends.get(name)
+        tensor = _only_tensor(name, module.kv_cache)
+        planes = read_planes(
+            name,
+            tensor_facts(tensor),
+            _dimension_order(name, tensor, backend, spec),
+            key_order=_key_order(name, module, tensor, backend),
+            first_head=first_head,
+        )
+        window = getattr(spec, "sliding_window", None)
+        found.append(ProbedLayer(name, group, spec.block_size, window, tensor, planes))
+    if not found:
+        raise UnreadableGeometry(
+            "the worker has no KV cache: is the model loaded, and not a pooling model?"
+        )
+    return tuple(found)
+
+
+def _specs(runner: Any) -> Iterator[tuple[int, str, Any]]:
+    """(number of the cache group, layer, what vLLM planned for it)."""
+    for group, group_spec in enumerate(runner.kv_cache_config.kv_cache_groups):
+        spec = group_spec.kv_cache_spec
+        for name in group_spec.layer_names:
+            yield group, name, spec_of(spec, name)
+
+
+def _is_state(spec: Any) -> bool:
+    return hasattr(spec, "shapes")
+
+
+def read_rows(
+    layer: ProbedLayer, plane: Plane, block_ids: Sequence[int], first_token: int, end_token: int
+) -> npt.NDArray[np.uint8]:
+    """Tokens ``first_token`` to ``end_token`` of a request: bytes [token, head, channel bytes].
+
+    ``block_ids`` are the request's, in token order, in blocks of ``layer.block_tokens`` tokens.
+
+    Raises:
+        UnreadableGeometry: the blocks hold fewer tokens, or are not made of the tensor's own.
+    """
+    import torch
+
+    own_tokens = plane.counts.block_tokens
+    split, rest = divmod(layer.block_tokens, own_tokens)
+    if rest or not split:
+        raise UnreadableGeometry(
+            f"layer {layer.name!r}: expected blocks of {layer.block_tokens} tokens to be made of "
+            f"the tensor's own, found tensor blocks of {own_tokens}"
+        )
+    if end_token > len(block_ids) * layer.block_tokens:
+        raise UnreadableGeometry(
+            f"layer {layer.name!r}: expected blocks for {end_token} tokens, found {len(block_ids)} "
+            f"of {layer.block_tokens} tokens"
+        )
+    own_ids = kernel_blocks(block_ids, split)
+    first_block, last_block = first_token // own_tokens, -(-end_token // own_tokens)
+    view = plane_view(layer.tensor, plane)
+    index = torch.tensor(own_ids[first_block:last_block], device=layer.tensor.device)
+    # [block, head, token, channel, byte] -> [token, head, channel bytes]
+    gathered = view[index].reshape(-1, *plane.counts[1:], plane.item_bytes).permute(0, 2, 1, 3, 4)
+    rows = gathered.reshape(-1, plane.counts.heads, plane.counts.channels * plane.item_bytes)
+    skipped = first_block * own_tokens
+    result: npt.NDArray[np.uint8] = rows[first_token - skipped : end_token - skipped].cpu().numpy()
+    return result
+
+
+def _only_tensor(name: str, cache: Any) -> torch.Tensor:
+    """A layer's cache; older releases hold a list with one entry per virtual engine."""
+    entries = cache if isinstance(cache, list | tuple) else [cache]
+    if len(entries) != 1 or not hasattr(entries[0], "untyped_storage"):
+        raise UnreadableGeometry(
+            f"{name}: expected one tensor, found {[type(entry).__name__ for entry in entries]}"
+        )
+    tensor: torch.Tensor = entries[0]
+    return tensor
+
+
+def _backends(runner: Any) -> dict[str, Any]:
+    return {
+        name: group.backend
+        for groups in runner.attn_groups
+        for group in (groups if isinstance(groups, list) else groups.values())
+        for name in group.layer_names
+    }
+
+
+def _dimension_order(name: str, tensor: torch.Tensor, backend: Any, spec: Any) -> DimensionOrder:
+    """Returns the meaning of each dimension, by the backend that shaped the tensor.
+
+    From 0.29 on no backend shapes its cache: every tensor is [block, head, token, packed] and only
+    its strides differ. Latents (MLA) are seen without the head that they do not have.
+    """
+    if backend is not None and hasattr(backend, "get_kv_cache_shape"):
+        return DimensionOrder.probe(backend.get_kv_cache_shape)
+    if tensor.dim() == 3 and backend is not None and backend.is_mla():
+        return DimensionOrder(("block", "token", "channel"))
+    if tensor.dim() == 4:
+        return DimensionOrder(
+            ("block", "head", "token", "packed" if spec.head_size_v else "channel")
+        )
+    raise UnreadableGeometry(
+        f"{name}: expected [block, head, token, packed] or a backend that says otherwise, "
+        f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}, backend {backend}"
+    )
+
+
+def _key_order(name: str, module: Any, tensor: torch.Tensor, backend: Any) -> KeyOrder:
+    if tensor.device.type != "cpu" or (backend and backend.get_name() in _ROW_MAJOR_ON_CPU):
+        return KeyOrder.ROW_MAJOR
+    isa = getattr(module, "isa", None)
+    if isa == _TILED_ISA and tensor.element_size() == _TILED_BYTES:
+        return KeyOrder.TILED
+    if isa not in _COLUMN_MAJOR_ISAS:
+        raise UnreadableGeometry(
+            f"layer {name!r}: expected a CPU kernel out of {_COLUMN_MAJOR_ISAS}, found {isa!r}, "
+            "which packs keys in another way; --dtype float32 keeps an x86 CPU on them"
+        )
+    return KeyOrder.COLUMN_MAJOR
+
+
+def _first_head(worker: Any) -> int:
+    """The global number of this rank's first KV head.
+
+    Ranks beyond the heads hold copies, and so does every rank of a model with one latent (MLA).
+    """
+    config = worker.vllm_config
+    if config.model_config.use_mla:
+        return 0
+    ranks = config.parallel_config.tensor_parallel_size
+    heads = config.model_config.get_total_num_kv_heads()
+    return int(worker.rank % ranks * heads // ranks)
 
 
 def _ask_for_tiles() -> None:

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpatch.core.errors import EngineFailed, Interrupted, RequestFailed
 from kvpatch.tools.verify.compare import Observation, SetupComparison, Snapshot, compare, join_ranks
-from kvpatch.tools.verify.engine import Engine, EngineSpec, require_environment, stop_all
-from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
-from kvpatch.tools.verify.model import make_tiny_llama, words
-from kvpatch.tools.verify.probe import LOADED, PREFILLED
-from kvpatch.tools.verify.prompts import Case, build_cases, steps
-from kvpatch.tools.verify.setups import (
+from kvpatch.tools.verify.engine import (
+    Engine,
+    EngineSpec,
     Options,
     build_setups,
     require_comparable,
+    require_environment,
     require_release,
+    stop_all,
 )
+from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
+from kvpatch.tools.verify.model import Case, build_cases, make_tiny_llama, steps, words
+from kvpatch.tools.verify.probe import LOADED, PREFILLED
 
 if TYPE_CHECKING:
     import httpx
