@@ -1,6 +1,6 @@
 """Measures how fast a device places what has landed, beside a plain copy of as many bytes on it.
 
-A request's chunks, 16 MiB each, one behind the other: more than a device's caches hold. The time is
+A request's chunks, one behind the other: more than a device's caches hold. The time is
 the device's own, by its events: a launch a chunk, with the table that it reads. "asked" is what the
 host's thread takes to ask for one. Bytes are compared with what torch's indexing places.
 """

@@ -26,8 +26,9 @@ _CHUNKS_IN_POOL = 4
 #: posts, each of which waits for NIXL's own thread to let go of its lock.
 _LEAST_CHUNK_BYTES = 8 * 1024**2
 _HOST_CHUNKS_ON_WIRE = 2
-#: On a device each copy is a launch or two.
-_DEVICE_CHUNK_BYTES = 16 * 1024**2
+#: On a device each copy is a launch or two, and what costs is the host's thread: one of 16 MiB kept
+#: it busy for some 2 ms beside an H200 (docs/evidence/gpu.md), the time that a wire takes for more.
+_DEVICE_CHUNK_BYTES = 32 * 1024**2
 #: Many times what a transport goes on trying for after an error (UCX: 7 times, a second each).
 _QUARANTINE_SECONDS = 120.0
 

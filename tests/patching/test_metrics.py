@@ -21,7 +21,7 @@ from kvpatch.observe.catalogue import (
     CheckResult,
     Outcome,
 )
-from kvpatch.observe.prometheus import Shown
+from kvpatch.patches.metrics import Shown
 from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.own_read import Telemetry
 
