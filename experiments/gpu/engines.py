@@ -2,8 +2,8 @@
 
 Each engine is a process with vLLM's LLMEngine in it; the model is small and random. On CUDA the
 engine is the release's Python with Triton's attention and stand_ins/kernels.py for compiled
-kernels: its times say what a load adds, and not how fast vLLM is. On the CPU it is the vLLM that is
-installed.
+kernels: its times say what a load adds, and not how fast vLLM is. On the CPU, and in an environment
+that has one, it is the vLLM that is installed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ from kvpatch.tools.verify.model import make_tiny_llama
 
 _PAIRS = ((64, 64), (128, 32), (32, 128))
 _ANSWER = 12
-_COMPILED = (
-    "vllm._C",
-    "vllm._C_stable_libtorch",
-    "vllm._moe_C",
-    "vllm._moe_C_stable_libtorch",
-    "vllm.vllm_flash_attn._vllm_fa2_C",
-)
+#: Has the kit's stand_ins/missing_packages.py stand in for compiled kernels too.
+_KERNELS = "KVPATCH_GPU_STAND_INS"
 _PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -76,10 +71,10 @@ class Engine:
         if kind.kvpatch:
             os.environ["ENABLE_KVPATCH"] = "true"
             importlib.import_module("kvpatch.auto")
-        if kind.tree and is_gpu:
+        if kind.tree:
             sys.path.insert(0, kind.tree)
-            kernels = importlib.import_module("experiments.gpu.stand_ins.kernels")
-            sys.modules |= dict.fromkeys(_COMPILED, kernels)
+            # vLLM looks at a model in a process of its own.
+            os.environ |= {_KERNELS: "1", "PYTHONPATH": f"{kind.tree}:{os.environ['PYTHONPATH']}"}
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -236,7 +231,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvpatch-gpu-") as folder:
         make = make_wide_llama if is_gpu else make_tiny_llama
         model = str(make(Path(folder, "model")))
-        tree = str(Path(os.environ["KVPATCH_TEST_CACHE"], options.release)) if is_gpu else ""
+        # An environment of the user's own has a vLLM of its own, with its kernels.
+        is_kit = is_gpu and "missing_packages" in sys.modules
+        tree = str(Path(os.environ["KVPATCH_TEST_CACHE"], options.release)) if is_kit else ""
         logs = str(options.json.parent)
         engines: dict[tuple[str, int, bool], Remote] = {}
         wanted = dict.fromkeys(

@@ -1,8 +1,7 @@
 """Stand-ins for vLLM's compiled kernels where its Python alone serves on CUDA, in torch.
 
 A dense model needs few of them beside Triton's attention. Each question whether a kernel is there
-is answered with no. `engines.py` gives a release's Python this module under the names of its
-compiled ones.
+is answered with no. `missing_packages.py` has this module imported in place of the compiled ones.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Stand-ins for packages that vLLM imports and that no stage uses: empty, where they are missing.
+"""Stand-ins for what vLLM imports and a GPU machine lacks: packages that no stage uses, which are
+empty, and in engines vLLM's compiled kernels.
 
 Python imports this when it starts: run.sh puts it into the environment that it makes, with a .pth.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -18,6 +21,16 @@ _MISSING = frozenset(
         *("watchfiles", "xgrammar"),
     )
 )
+
+_COMPILED = frozenset(
+    f"vllm.{name}"
+    for name in (
+        *("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch"),
+        "vllm_flash_attn._vllm_fa2_C",
+    )
+)
+#: Set by engines.py in an engine, which vLLM starts processes of.
+_KERNELS = "KVPATCH_GPU_STAND_INS"
 
 
 def _any_schema(cls: type, source: Any, handler: Any) -> Any:
@@ -45,12 +58,15 @@ class _Anything(types.ModuleType):
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.split(".")[0] not in _MISSING:
+        is_kernels = name in _COMPILED and _KERNELS in os.environ
+        if not is_kernels and name.split(".")[0] not in _MISSING:
             return None
-        return ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
+        return ModuleSpec(name, _Finder, is_package=not is_kernels)  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> types.ModuleType:
+        if spec.name in _COMPILED:
+            importlib.import_module("experiments.gpu.stand_ins.kernels")  # which registers them
         return _Anything(spec.name)
 
     @staticmethod
