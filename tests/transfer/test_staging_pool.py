@@ -218,7 +218,7 @@ def test_whatever_the_order_everybody_is_served(data):
 
 def test_rounds_are_small_beside_the_pool():
     assert StagingPool(1 << 30, torch.zeros).chunk_bytes == 8 << 20
-    assert StagingPool(1 << 30, torch.zeros, on_device=True).chunk_bytes == 16 << 20
+    assert StagingPool(1 << 30, torch.zeros, on_device=True).chunk_bytes == 32 << 20
     assert StagingPool(4096, torch.zeros).chunk_bytes == 1024
 
 
