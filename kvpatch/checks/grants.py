@@ -148,12 +148,13 @@ class GrantedHolds:
             self.grant(request_id)  # D, of blocks that it has loaded and P may read back
         return Hold(self._granted.pop(request_id), self._tables[HOLD])
 
-    def answer(self, request: Any, block_ids: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(
+        self, request: Any, block_ids: Any, params: Mapping[str, Any], held: int
+    ) -> dict[str, Any]:
         """Returns a request's answer with what checks read in it, and has digests made."""
         hold = self.hold(request.request_id)
         stated = {**params, HOLD: str(hold)}
         if self._tables[DIGEST]:
-            held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
             tokens, named = _tokens(request, held), params.get("remote_block_ids") or ()
             order = DigestOrder(hold.generation, block_ids, tokens, named, held)
             self._orders[request.request_id] = tuple(order)

@@ -47,6 +47,7 @@ _NUMBERS = {
 #: Of which a 0 is what a typed proxy makes of none; the release has a default.
 _OPTIONAL_SIZES = ("dcp_size", "pp_size")
 _EXPIRY = "remote_blocks_expiry_time"
+_MOONCAKES = "transfer_id"
 #: What P's workers take for messages of another kind.
 _NOT_READS = ("HB:", "PUSH_REG:")
 
@@ -78,10 +79,11 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
 
 
 def is_of_another(params: object) -> bool:
-    """True if a load's parameters are another connector's, such as Mooncake's."""
-    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+    """True if a load's parameters are Mooncake's (from 0.16), which ends such a request itself."""
+    if not (isinstance(params, dict) and params.get("do_remote_prefill")):
         return False
-    return all(params.get(name) is None for name in ("remote_host", "remote_port", _BLOCKS))
+    ours = ("remote_host", "remote_port", _BLOCKS)
+    return bool(params.get(_MOONCAKES)) and all(params.get(name) is None for name in ours)
 
 
 def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:

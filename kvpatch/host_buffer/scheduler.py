@@ -100,6 +100,8 @@ class HostBufferScheduler:
         self._is_used = False
         #: Why requests that are not over yet are not saved.
         self._refusals: dict[str, str] = {}
+        #: Requests whose prompt is saved.
+        self._saved: set[str] = set()
         self._groups: tuple[PublishedGroup, ...] = ()
         #: By block of the device, the hash of what was saved of it; None of one not full.
         self._saved_hashes: dict[int, Any] = {}
@@ -194,7 +196,7 @@ class HostBufferScheduler:
         ]
         # All of them first: a request may hit a block that another one computes in this step.
         for request, _, tables in steps:
-            held_by = request.request_id if _has_its_prompt(request) else None
+            held_by = request.request_id if self._is_saved(request) else None
             for group, blocks in zip(self._groups, tables, strict=True):
                 self._table.written(
                     group.written(blocks, request.num_computed_tokens), but_held_by=held_by
@@ -202,10 +204,12 @@ class HostBufferScheduler:
         pairs: list[tuple[int, int]] = []
         is_last = False
         for request, count, tables in steps:
-            if not is_to_be_read(request) or _has_its_prompt(request):
+            if not is_to_be_read(request) or self._is_saved(request):
                 continue
             end = request.num_computed_tokens + count
-            is_last |= end >= request.num_prompt_tokens
+            if end >= request.num_prompt_tokens:
+                is_last = True
+                self._saved.add(request.request_id)
             for group, blocks in zip(self._groups, tables, strict=True):
                 ready = group.ready(blocks, end, request.num_prompt_tokens)
                 self._forget_loaded(core, request.request_id, ready)
@@ -222,6 +226,17 @@ class HostBufferScheduler:
         blocks = tuple(block for block, _ in pairs)
         host_blocks = tuple(host_block + NULL_BLOCKS for _, host_block in pairs)
         return {SAVES: StepSaves(blocks, host_blocks, self._host_blocks, is_last)}
+
+    def _is_saved(self, request: Any) -> bool:
+        """True if earlier steps have saved the whole prompt: nothing more is saved or published.
+
+        What follows writes on into the prompt's last block: an answer, drafts that may be rejected,
+        and, <= 0.11.0, one token more by a scheduler that does not wait for a step's tokens. The
+        answer may be out before that step is over.
+        """
+        if int(request.num_computed_tokens) < int(request.num_prompt_tokens):
+            self._saved.discard(request.request_id)  # it is computed anew
+        return request.request_id in self._saved
 
     def _forget_loaded(self, core: Any, request_id: str, blocks: Iterable[int]) -> None:
         """Forgets what host blocks hold of blocks that have got other content unseen.
@@ -245,8 +260,10 @@ class HostBufferScheduler:
     def _publish(self, request: Any, params: dict[str, Any]) -> None:
         """Gives D host blocks for a finished request's prompt; raises NotSaved if one has none."""
         core, blocks = self._core() if self._core is not None else None, params["remote_block_ids"]
-        if core is None or not blocks or not any(groups(blocks)):
+        if not blocks or not any(groups(blocks)):
             return
+        if core is None:
+            raise NotSaved(f"request {request.request_id} outlives vLLM's scheduler")
         tokens, computed = int(request.num_prompt_tokens), int(request.num_computed_tokens)
         named = []
         tables = self._blocks_of(core, request.request_id)
@@ -261,9 +278,11 @@ class HostBufferScheduler:
             own = iter(self.table.host_blocks_of(request.request_id, [b for b in wanted if b]))
             # A window's list begins with null blocks.
             named.append([next(own) + NULL_BLOCKS if block else 0 for block in wanted])
+        if not any(named):  # 0.10.0 publishes whole blocks alone
+            raise NotSaved(f"request {request.request_id} has a prompt of no whole block")
         params["remote_block_ids"] = type(blocks)(named) if are_grouped(blocks) else named[0]
-        if int(params.get("remote_num_tokens") or computed) > tokens:
-            params["remote_num_tokens"] = tokens
+        if "remote_num_tokens" in params:
+            params["remote_num_tokens"] = min(params["remote_num_tokens"], tokens)
 
     def finished(
         self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
@@ -298,6 +317,7 @@ class HostBufferScheduler:
         return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED: why}
 
     def release(self, request_id: str) -> None:
+        self._saved.discard(request_id)
         if self._table is not None:
             self._table.release(request_id)
             self._usage.look(self._table)
@@ -305,14 +325,5 @@ class HostBufferScheduler:
 
 def _hash_of(core: Any, block: int) -> Any:
     """Returns the prefix cache's hash of a block's content; None where vLLM has none."""
-    return core.kv_cache_manager.block_pool.blocks[block].block_hash
-
-
-def _has_its_prompt(request: Any) -> bool:
-    """True if earlier steps have computed the whole prompt: nothing more is saved or published.
-
-    What follows writes on into the prompt's last block: an answer, drafts that may be rejected,
-    and, <= 0.11.0, one token more by a scheduler that does not wait for a step's tokens. The
-    answer may be out before that step is over.
-    """
-    return int(request.num_computed_tokens) >= int(request.num_prompt_tokens)
+    blocks = getattr(core.kv_cache_manager.block_pool, "blocks", None)  # kvcached's has none
+    return None if blocks is None else blocks[block].block_hash

@@ -157,7 +157,8 @@ class PromptLoads:
         """
         params = request.kv_transfer_params or {}
         answer = _answer(params)
-        if not params.get(HOLD) and int(scheduler.vllm_config.parallel_config.world_size) > 1:
+        ours = int(scheduler.vllm_config.parallel_config.world_size)
+        if not params.get(HOLD) and max(ours, int(params.get("tp_size") or 1)) > 1:
             return
         known = self._takers.get(answer)
         if known is not None and known() is request:

@@ -64,7 +64,7 @@ class ReadRequest:
 
     def __reduce__(self) -> tuple[Any, ...]:
         told = (getattr(self, one.name) for one in fields(self) if one.name != "known_since")
-        return _unpickled, (time.monotonic(), *told)
+        return _unpickled, (self.known_since, *told)
 
 
 def _unpickled(sent: float, *values: Any) -> ReadRequest:
@@ -210,6 +210,16 @@ def stated_tokens(parameters: Mapping[str, Any]) -> int | None:
     """Returns how many tokens a peer says that it holds (from 0.21 on); None where it does not."""
     held = parameters.get("remote_num_tokens")  # a proxy's text, where transfer_params is off
     return held if isinstance(held, int) and held > 0 else None
+
+
+def held_tokens(request: Any, answer: Mapping[str, Any], *, prompt_alone: bool) -> int:
+    """Returns how many tokens of a finished request P holds, by its answer or as computed.
+
+    Args:
+        prompt_alone: True if what was computed behind the prompt is not held (a host buffer).
+    """
+    held = int(answer.get("remote_num_tokens") or request.num_computed_tokens)
+    return min(held, int(request.num_prompt_tokens)) if prompt_alone else held
 
 
 def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:

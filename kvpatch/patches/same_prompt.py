@@ -42,6 +42,7 @@ from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.common_prompt import PromptLoads
 from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
+from kvpatch.load.read_request import held_tokens
 from kvpatch.worker.envelope import answer
 from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
 from kvpatch.worker.unpatched_workers import is_applied
@@ -86,8 +87,9 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
             loads.forget_failed(scheduler, request)
         if keeps_blocks and params:
             named = names_images(scheduler)
-            held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
-            if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
+            state = scheduler_state(scheduler)
+            held = held_tokens(request, params, prompt_alone=state.is_host_buffered)
+            if state.facts.loads_whole_blocks_only:  # 0.10.0 names no others
                 held -= held % int(scheduler.block_size)
             params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
         return keeps_blocks, params

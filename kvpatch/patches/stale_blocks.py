@@ -43,7 +43,7 @@ from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.prompt_hashes import lacks_images
-from kvpatch.load.read_request import HOLD
+from kvpatch.load.read_request import HOLD, held_tokens
 from kvpatch.load.reader import CheckMakers, Reader
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, amend, around, hear
@@ -146,7 +146,9 @@ def _answer(connector: Any, request: Any, block_ids: Any) -> Callable[[Any], Any
     def amended(found: Any) -> Any:
         keeps_blocks, params = found
         if keeps_blocks and params:
-            params = holds.answer(request, block_ids, params)
+            is_buffered = scheduler_state(connector_scheduler(connector)).is_host_buffered
+            held = held_tokens(request, params, prompt_alone=is_buffered)
+            params = holds.answer(request, block_ids, params, held)
         else:
             holds.withdraw(request.request_id)
         return keeps_blocks, params
@@ -189,14 +191,21 @@ def compute_again(core: Any, output: Any) -> None:
     # Of several cache groups a request's blocks may be reported steps behind its name. Another
     # connector's request of which some tokens are left may lose more of them, and so may those that
     # share a block.
-    manager = core.kv_cache_manager
     for name in core.failed_recving_kv_req_ids:
         if name in core.requests and not core.requests[name].num_computed_tokens:
-            own = (block for group in manager.get_block_ids(name) for block in group)
-            invalid = invalid.difference(
-                block for block in own if manager.block_pool.blocks[block].ref_cnt <= 1
-            )
+            own = invalid.intersection(_blocks_of(core, name))
+            invalid = invalid - own | own.intersection(_blocks_that_run(core) if own else ())
     output.invalid_block_ids = invalid - names
+
+
+def _blocks_of(core: Any, request_id: str) -> set[int]:
+    return set[int]().union(*core.kv_cache_manager.get_block_ids(request_id))
+
+
+def _blocks_that_run(core: Any) -> set[int]:
+    """Returns the blocks of running requests, without the null block, which many have."""
+    found = (_blocks_of(core, request.request_id) for request in core.running)
+    return set[int]().union(*found) - {0}
 
 
 def compute_failed_again(core: Any, output: Any) -> None:

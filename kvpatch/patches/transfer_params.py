@@ -14,8 +14,8 @@ How:
     API server answers one that is wrong with an error that names the field, and so it does
     several prompts with the parameters of one. The
     scheduler, to which requests may come by other ways, handles a wrong one as if it had no
-    parameters, with an error in the log: this engine computes its prompt. Those of another
-    connector, which a MultiConnector asks before NIXL's, stay. It computes too where P
+    parameters, with an error in the log: this engine computes its prompt. Those of
+    Mooncake's connector, which a MultiConnector asks before NIXL's, stay. It computes too where P
     says that it holds no block, and where P is asked to read an earlier turn back that it would
     wait for in vain. A worker that knows the peer fails the load of a request that names blocks
     which the peer does not have, or too few.
@@ -133,11 +133,11 @@ def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
 def _get_num_new_matched_tokens(
     wrapped: Wrapped, instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
+    if is_of_another(request.kv_transfer_params):
+        return 0, False
     found = wrapped(request, num_computed_tokens)
     scheduler = instance.connector_scheduler
     facts = scheduler_state(scheduler).facts
-    if found[0] and is_of_another(request.kv_transfer_params):
-        return 0, False
     if found[0] and not is_push(scheduler):
         reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
         reads_back = reads_back and not scheduler.use_host_buffer

@@ -173,6 +173,7 @@ def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bo
         and facts.pairs_heads_by_layout
         and not local.reads_all
         and ours.layout in LAYER_BY_LAYER
+        and ours.key_order is KeyOrder.ROW_MAJOR  # it joins rows
         and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
     )
 
@@ -214,7 +215,8 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     same_blocks = same_tokens and same_cut and same_layout and same_heads
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     # Else a CPU's whose processor packs keys otherwise.
-    if packs_alike and same_blocks and same_split and not ours.misses_pages:
+    is_like = packs_alike and same_blocks and same_split and not ours.misses_pages
+    if is_like and not joins:
         return True
     if packs_alike and not same_split and ours.kv_split != "together":
         # By its statement its keys and values are together.
@@ -246,7 +248,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
             f"its attention backend is {peer.backend}, ours {ours.backend}",
             "use one on both sides (VLLM_ATTENTION_BACKEND)",
         )
-    return False
+    return is_like  # True of a joined one alone
 
 
 # --- peers that differ in what KVPATCH_ACCEPT names: their release, their backend ------------

@@ -105,6 +105,7 @@ def place_by_kernel(
     numbers = _BlockNumbers(len(moves) * width)
     rows: list[list[int]] = []
     tiles: list[int] = []  # of each move
+    tile_count = 0
     for (address, move), found in zip(moves, axes, strict=True):
         run_units = move.run_bytes // unit_bytes
         units = run_units * prod(axis.size for axis in found)
@@ -114,7 +115,7 @@ def place_by_kernel(
                 "bytes"
             )
         row = _Row(
-            sum(tiles),
+            tile_count,
             units,
             run_units,
             landed + move.source.offset,
@@ -125,6 +126,7 @@ def place_by_kernel(
             numbers.start_of(move.target.numbers),
         )
         tiles.append(-(-units // _TILE_UNITS))
+        tile_count += tiles[-1]
         rows.append([*row, *(number for axis in found for number in axis)])
         rows[-1] += [*_Axis()] * (axis_count - len(found))
     parts = np.array(rows), *numbers.arrays, np.repeat(np.arange(len(rows)), tiles)
@@ -133,11 +135,11 @@ def place_by_kernel(
     item = _ITEMS[unit_bytes]
     constants = {"ITEM": item, "ITEMS": unit_bytes * 8 // item.primitive_bitwidth}
     constants |= {"AXES": axis_count, "TILE": _TILE_UNITS}
-    arguments = table, whole.size - sum(tiles)
+    arguments = table, whole.size - tile_count
     compile_alone = partial(_copy[(0,)], *arguments, **constants)
     is_there = may_run(("placing", unit_bytes, axis_count), compile_alone)
     if is_there:
-        _copy[(sum(tiles),)](*arguments, **constants)
+        _copy[(tile_count,)](*arguments, **constants)
     return is_there
 
 

@@ -474,6 +474,17 @@ def test_what_joins_is_cut_by_nobody(kinds: tuple[Kind, ...], block_tokens: int)
     assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found)
 
 
+def test_what_joins_is_refused_for_all_that_a_like_one_is() -> None:
+    theirs = peer(block_tokens=8, attn_backend_name="FLASHINFER")
+    refused = decide(whole(_POOLED), theirs, NEWEST)
+    assert isinstance(refused, PeerRefused) and "FLASHINFER" in refused.reason, refused
+
+    ours = whole(_POOLED)
+    by_column = replace(ours, geometry=replace(ours.geometry, key_order=KeyOrder.COLUMN_MAJOR))
+    refused = decide(by_column, peer(block_tokens=8), NEWEST)
+    assert isinstance(refused, PeerRefused), refused
+
+
 def test_what_joins_is_the_releases_beside_what_we_read() -> None:
     """Smaller blocks, on a release that joins them rightly, and not through a host buffer."""
     ours, theirs = whole(_POOLED), peer(block_tokens=8)

@@ -57,8 +57,8 @@ def core(**statuses: Any) -> Any:
         failed_recving_kv_req_ids=set(),
         kv_cache_manager=SimpleNamespace(
             get_block_ids=tables.__getitem__,
-            block_pool=SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1) for _ in range(99)]),
         ),
+        running=[SimpleNamespace(request_id=n) for n, s in statuses.items() if s == RUNNING],
     )
 
 
@@ -84,8 +84,9 @@ def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
 
 def test_a_block_that_another_request_has_too_fails_that_one() -> None:
     """Another connector could not load it, and it is a prefix hit of the request that is named."""
-    scheduler, found = core(a=WAITING), output({10, 11, "a"})
-    scheduler.kv_cache_manager.block_pool.blocks[10].ref_cnt = 2
+    scheduler, found = core(a=WAITING, b=RUNNING), output({0, 10, 11, "a"})
+    tables = {"a": ([0, 10], [11]), "b": ([0, 10], [21])}
+    scheduler.kv_cache_manager.get_block_ids = tables.__getitem__
     stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {10}
     assert scheduler.failed_recving_kv_req_ids == {"a"}

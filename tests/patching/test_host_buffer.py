@@ -241,6 +241,19 @@ def test_what_is_published_is_the_prompt_whatever_is_computed_behind_it() -> Non
     assert params == {"remote_block_ids": [list(saved.host_blocks)], "remote_num_tokens": 20}
 
 
+def test_a_prompt_that_comes_back_whole_is_saved_anew() -> None:
+    """It was preempted behind its prompt, and its blocks are a prefix hit."""
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    assert core.saved(saves, "r", [1, 2]) == {1, 2}
+    saves.release("r")
+    assert core.saved(saves, "r", [1, 2, 3], computed=48) == {3}, "the others are held still"
+    core.requests["r"].num_computed_tokens = 32
+    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
+    again = saves.plan(step, SimpleNamespace(reqs_to_recv={}))[SAVES]
+    assert again.blocks == (3,), "computed anew"
+
+
 def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
     core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
     saves.link(core, SimpleNamespace(_is_hma_required=True, blocks_per_sw=[2]))

@@ -189,10 +189,10 @@ class TestWhenDWasGivenARequest:
     ) -> None:
         """It is behind a stall, and its machine was started before the scheduler's."""
         monkeypatch.setattr(read_request, "_MESSAGES", Waits(lambda: clock.now))
-        apart, sent = 7000.0, ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0)
+        apart = 7000.0
 
         def got_after(seconds: float) -> ReadRequest:
-            message = pickle.dumps(sent)
+            message = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))
             clock.now += apart + seconds
             got: ReadRequest = pickle.loads(message)
             return got
