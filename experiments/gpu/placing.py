@@ -1,8 +1,8 @@
 """Measures how fast a device places what has landed, beside a plain copy of as many bytes on it.
 
-A request's chunks, one behind the other: more than a device's caches hold. The time is
-the device's own, by its events: a launch a chunk, with the table that it reads. "asked" is what the
-host's thread takes to ask for one. Bytes are compared with what torch's indexing places.
+A request's chunks, one behind the other: more than a device's caches hold. The time is the device's
+own, by its events: a launch a chunk, with the table that it reads. "asked" is what the host's
+thread takes to ask for one. Bytes are compared with what torch's indexing places.
 """
 
 from __future__ import annotations

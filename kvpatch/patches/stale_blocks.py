@@ -193,8 +193,9 @@ def compute_again(core: Any, output: Any) -> None:
     # share a block.
     for name in core.failed_recving_kv_req_ids:
         if name in core.requests and not core.requests[name].num_computed_tokens:
-            own = invalid.intersection(_blocks_of(core, name))
-            invalid = invalid - own | own.intersection(_blocks_that_run(core) if own else ())
+            own = invalid & _blocks_of(core, name)
+            if own:
+                invalid = invalid - (own - _blocks_that_run(core))
     output.invalid_block_ids = invalid - names
 
 

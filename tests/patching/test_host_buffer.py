@@ -172,7 +172,7 @@ def test_held_requests_come_back_to_their_places_behind_preempted_ones() -> None
 def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
     with pytest.raises(RegistrationRefused, match="Scheduler"):
         HostBufferScheduler(FACTS["0.33.0"]).admit(
-            SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
+            SimpleNamespace(request_id="r", num_prompt_tokens=1)
         )
 
 
@@ -188,22 +188,26 @@ class _Core:
         )
         pool = SimpleNamespace(blocks=[SimpleNamespace(block_hash=None) for _ in range(blocks)])
         tables = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: (self.held[name],))
-        self.kv_cache_manager, self.num_lookahead_tokens = tables, 0
+        self.kv_cache_manager = tables
         self.requests: dict[str, Any] = {}
         self.held: dict[str, list[int]] = {}
+
+    def request(self, name: str, blocks: list[int], prompt: int, computed: int) -> Any:
+        """A request for another engine, of so many tokens."""
+        self.held[name] = blocks
+        self.requests[name] = SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=prompt,
+            num_computed_tokens=computed,
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        return self.requests[name]
 
     def saved(
         self, saves: HostBufferScheduler, name: str, blocks: list[int], *, computed: int = 0
     ) -> set[int]:
         """The device's blocks that are copied for a request, `computed` tokens of which it has."""
-        self.held[name] = blocks
-        request = self.requests[name] = SimpleNamespace(
-            request_id=name,
-            num_prompt_tokens=16 * len(blocks),
-            max_tokens=1,
-            num_computed_tokens=computed,
-            kv_transfer_params={"do_remote_decode": True},
-        )
+        request = self.request(name, blocks, 16 * len(blocks), computed)
         for block in blocks:  # as it is scheduled: full blocks are hashed
             self.kv_cache_manager.block_pool.blocks[block].block_hash = self.content[block]
         assert saves.admit(request)
@@ -219,13 +223,8 @@ def test_what_is_published_is_the_prompt_whatever_is_computed_behind_it() -> Non
     """Drafts have a block of their own and may be rejected; an answer goes on in a third one."""
     core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
     saves.link(core, SimpleNamespace(_is_hma_required=False))
-    core.held["r"] = blocks = [1, 2, 3]
-    request = core.requests["r"] = SimpleNamespace(
-        request_id="r",
-        num_prompt_tokens=20,
-        num_computed_tokens=0,
-        kv_transfer_params={"do_remote_decode": True},
-    )
+    blocks = [1, 2, 3]
+    request = core.request("r", blocks, 20, 0)
     assert saves.admit(request)
     metadata = SimpleNamespace(reqs_to_recv={})
     (saved,) = saves.plan(SimpleNamespace(num_scheduled_tokens={"r": 20}), metadata).values()
@@ -257,13 +256,7 @@ def test_a_prompt_that_comes_back_whole_is_saved_anew() -> None:
 def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
     core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
     saves.link(core, SimpleNamespace(_is_hma_required=True, blocks_per_sw=[2]))
-    core.held["r"] = [0, 2, 3]
-    request = core.requests["r"] = SimpleNamespace(
-        request_id="r",
-        num_prompt_tokens=48,
-        num_computed_tokens=32,
-        kv_transfer_params={"do_remote_decode": True},
-    )
+    request = core.request("r", [0, 2, 3], 48, 32)
     assert saves.admit(request)
     step = SimpleNamespace(num_scheduled_tokens={"r": 16})
     (saved,) = saves.plan(step, SimpleNamespace(reqs_to_recv={})).values()
