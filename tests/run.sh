@@ -62,13 +62,13 @@ processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
 # A process that dies ends the run with the name of its test: pytest-xdist would begin another, and
 # with loadscope may wait for that for ever.
 play_without_engines() {
-    echo "tests: all that need no real engine, the first of two parts" >&2
+    echo "tests: all that need no real engine" >&2
     "$python" -m pytest -q -m "$1" --numprocesses "$processes" --dist loadscope --max-worker-restart 0
 }
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB. The threads of
 # NIXL sleep between two looks: each would take a core for itself.
 play_engines() {
-    echo "tests: now real engines, the last part" >&2
+    echo "tests: real engines" >&2
     PYTHONPATH="$root/tests/serving/patient${PYTHONPATH:+:$PYTHONPATH}" \
         "${@:2}" "$python" -m pytest -q tests/serving -m "$1" --numprocesses 2 --dist worksteal \
         --max-worker-restart 0
@@ -109,8 +109,8 @@ case "${1:-}" in
         day=$(($(git log -1 --format=%ct) / DAY_SECONDS))
         export KVPATCH_TEST_SHARE="${KVPATCH_TEST_SHARE:-$((day % PARTS))/$PARTS}"
         unset KVPATCH_TEST_RELEASES
+        play_forked_engines serving # first, while .ci/run still fetches the releases for the others
         play_without_engines "not serving"
-        play_forked_engines serving
         say_what_passed "all tests" "all pairs"
         ;;
     --full)

@@ -182,6 +182,10 @@ class ReleaseFacts:
     has_cache_groups: bool = _since("0.18.0")
     #: the scheduler looks at a step's tokens where loads failed.
     counts_tokens_of_failed: bool = _since("0.19.0")
+    #: the scheduler keeps blocks back for the tokens that it has to compute behind loaded ones.
+    reserves_for_loads: bool = _since("0.23.0")
+    #: the server has P told of a request that it answers with an error.
+    tells_of_rejections: bool = _since("0.21.0")
     #: the scheduler takes all slots of loaded blocks for computed tokens.
     counts_loaded_slots: bool = _since("0.10.0", "0.18.0")
     #: a P of as many ranks as heads is taken for one that shares them.

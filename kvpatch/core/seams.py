@@ -243,12 +243,14 @@ _CLIENT = Place("vllm.v1.engine.async_llm", "AsyncLLM")
 server_add_request = _at(
     _CLIENT, "add_request", lambda facts: facts.server_request[1:], front_end=True
 )
+
+
 #: Where the API server takes a request to ``/v1/completions``.
-create_completion = _at(
-    lambda facts: Place(facts.completions_module, "OpenAIServingCompletion"),
-    *("create_completion", "request", "raw_request"),
-    front_end=True,
-)
+def create_completion(facts: ReleaseFacts) -> Site:
+    """Returns the site where the API server takes a completion; P is told if that fails."""
+    place = Place(facts.completions_module, "OpenAIServingCompletion")
+    name = "_create_completion" if facts.tells_of_rejections else "create_completion"
+    return _at(place, name, "request", "raw_request", front_end=True)(facts)
 
 
 def front_end_modules(facts: ReleaseFacts) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import (
     counted_group,
     drafted_tokens,
+    fills_no_more_blocks,
     is_of_whole_prompt,
-    reserves_slots,
     still_has,
     window_alone,
 )
@@ -260,16 +260,29 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     tokens, held = load
     if is_of_whole_prompt(scheduler, facts) and not tokens == held == end:
         return 0
-    if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
+    cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
+    if not still_has(scheduler, facts, held, tokens, cuts_finer=cuts_finer):
         return 0
     ranks = context_ranks(scheduler, facts)
     if ranks > 1 and tokens < held and not facts.states_context_parallelism:
         return 0  # such lists are paired from their ends
-    if facts.counts_loaded_slots and tokens < request.num_tokens:
-        if facts.reserves_drafted_blocks and reserves_slots(scheduler.vllm_config):
-            return tokens if tokens == end else 0  # slots for drafted tokens would count as well
-        tokens -= tokens % (int(scheduler.block_size) * ranks)
-    return tokens
+    # For the blocks of what is left a request waits at the head of the queue. These releases keep
+    # none back for it: loads behind it may have all, and nothing runs that would give some back.
+    is_safe = facts.reserves_for_loads or fills_no_more_blocks(
+        scheduler, facts, tokens, request.num_tokens
+    )
+    return tokens if tokens == end or is_safe else 0
+
+
+def _names_more_blocks(
+    scheduler: Any, params: Mapping[str, Any], held: int, facts: ReleaseFacts
+) -> bool:
+    """True if P names more blocks than D has for as many tokens: its blocks are smaller."""
+    number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
+    if number is None or number >= len(named):
+        return False
+    slots = held + drafted_tokens(scheduler.vllm_config)
+    return len(named[number]) > -(-slots // int(scheduler.block_size))
 
 
 # --- context parallelism, which no handshake states <= 0.28 ------------------------------

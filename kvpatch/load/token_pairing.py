@@ -180,8 +180,10 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, request: Rea
         raise UnlikePrompts(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
             f"{request.tokens}, and the sliding window of {group.window_tokens} with {seen}: it "
-            "has let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates)",
-            "use a later one on P, or --disable-hybrid-kv-cache-manager on both sides",
+            "has let go of a block that is needed (its prompt is longer, or it runs vLLM <= 0.19, "
+            "or <= 0.24 while it speculates)",
+            "send both engines one prompt, use a later vLLM on P, or "
+            "--disable-hybrid-kv-cache-manager on both sides",
         )
     return min(max(local.first_token, remote.first_token), request.tokens)
 

@@ -121,6 +121,8 @@ def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
             if is_of_another(request.kv_transfer_params) and each is not connectors[0]:
                 continue  # the one before it is asked first
             request.kv_transfer_params = None
+            if getattr(request, "abort_immediately", False):  # to tell P of one that was refused
+                continue
             scheduler_state(scheduler).book.refuse(error)
             _LOG.error(
                 "request %s is taken without its parameters, and computed here: %s",

@@ -124,10 +124,32 @@ def is_of_whole_prompt(scheduler: Any, facts: ReleaseFacts) -> bool:
     )
 
 
-def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_tokens: int) -> bool:
-    """True if a P with D's blocks keeps what attention behind fewer of its tokens looks at.
+def fills_no_more_blocks(
+    scheduler: Any, facts: ReleaseFacts, loaded_tokens: int, tokens: int
+) -> bool:
+    """True if the blocks of the loaded tokens have slots for the others too.
 
-    P lets go of blocks in front of the window before its last token.
+    <= 0.17 all slots of loaded blocks count as computed.
+    """
+    if facts.counts_loaded_slots:
+        return loaded_tokens == tokens
+    planned = scheduler.kv_cache_config.kv_cache_groups
+    sizes = {int(spec.block_size) for g in planned for spec in _members(g.kv_cache_spec)}
+    return all(-(-loaded_tokens // size) == -(-tokens // size) for size in sizes)
+
+
+def still_has(
+    scheduler: Any,
+    facts: ReleaseFacts,
+    held_tokens: int,
+    needed_tokens: int,
+    *,
+    cuts_finer: bool,
+) -> bool:
+    """True if P keeps what attention behind fewer of its tokens looks at.
+
+    P lets go of blocks in front of the window before its last token: if it `cuts_finer`, into
+    smaller blocks than D, of more tokens than D would.
     """
     counts = held_tokens, needed_tokens
     if held_tokens == needed_tokens or not facts.has_cache_groups:
@@ -140,6 +162,8 @@ def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_t
             first_blocks = {max(0, tokens - window + 1) // block_tokens for tokens in counts}
             last_blocks = {(tokens - 1) // block_tokens for tokens in counts}
             if not window or len(first_blocks) > 1 or len(last_blocks) > 1:
+                return False
+            if cuts_finer and held_tokens >= window:
                 return False
     return True
 

@@ -179,9 +179,8 @@ def read_layers(
     """
     if not kv_caches:
         raise UnexpectedCaches("no layer's KV cache was handed to the registration")
-    if ALL_LAYERS in kv_caches:
-        # One tensor of all layers, laid out by the release itself, which compares
-        # its block count with the plan.
+    if _is_of_all_layers(release, kv_caches):
+        # Laid out by the release itself, which compares its block count with the plan.
         return {}
     _check_layers(release.expected_layers, kv_caches)
     found = {
@@ -190,6 +189,19 @@ def read_layers(
         if release.is_readable(layer, cache)
     }
     return {layer: read for layer, read in found.items() if read is not None}
+
+
+def _is_of_all_layers(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> bool:
+    """True if the release hands over one tensor of all layers (``enable_cross_layers_blocks``)."""
+    if ALL_LAYERS in kv_caches:  # <= 0.17
+        return True
+    # 0.18 to 0.28 give it the name of the first layer, whose own tensor has a dimension less.
+    (layer, cache), *others = kv_caches.items()
+    expected = release.expected_layers
+    is_alone = not others and (expected if isinstance(expected, int) else len(expected)) > 1
+    if not is_alone or not release.is_readable(layer, cache):
+        return False
+    return cache.dim() == 1 + max(len(order.dimensions) for order in release.orders(layer))
 
 
 def _read(

@@ -156,7 +156,7 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
     # From 0.29 the release asks for strides; of its own host buffer it has made them.
     if release.has_own_mirror:
         _refuse_other_copies(release, layers)
-    if release.has_own_mirror or facts.names_layouts:
+    if release.has_own_mirror or facts.names_layouts or not layers:
         return
     regions = tuple(zip(release.addresses, release.region_block_bytes, strict=False))
     # Of one allocation of all layers these releases make one region, and move its keys alone.

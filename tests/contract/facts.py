@@ -456,6 +456,10 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "checks_device_again": lambda s: (
         "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
     ),
+    "reserves_for_loads": lambda s: "_inflight_prefill_reserved_blocks" in s.core("schedule"),
+    "tells_of_rejections": lambda s: bool(
+        s.method(_completions_module(s), "OpenAIServingCompletion._create_completion")
+    ),
     "counts_loaded_slots": lambda s: (
         "len(block_ids) * self.block_size" in s.core("_update_waiting_for_remote_kv")
     ),
