@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .compare import flip_last_bit
+
 if TYPE_CHECKING:
     from .player import Player
     from .scheduler import Tracked
@@ -21,10 +23,8 @@ _FOR_EVER = 1e9
 
 def flip(player: Player, tracked: Tracked) -> None:
     """One bit of the last layer's first token of the last block."""
-    *_, (_, array, block, offset, _) = player._elements(tracked, range(tracked.tokens))
-    found = array[block, offset]
-    found.reshape(-1)[-1] ^= 1
-    array[block, offset] = found
+    *_, last = player._elements(tracked, range(tracked.tokens))
+    flip_last_bit(last)
 
 
 def swap(player: Player, tracked: Tracked) -> None:

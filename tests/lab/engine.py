@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +25,23 @@ from tests.storageless import StoragelessStandIn
 from . import disguise, far_memory, release, standins
 from .caches import UNMAPPED, Caches, build, layer_name
 from .case import MIRRORED, STORAGELESS, XLA
-from .compare import UNSIGNED, Array, expected, numbers_of, slots
+from .compare import (
+    UNSIGNED,
+    Array,
+    Element,
+    Fault,
+    compared,
+    expected,
+    flip_last_bit,
+    numbers_of,
+    slots,
+)
 from .core import CoreScheduler
-from .engine_api import Start
+from .engine_api import Checked, Start
 from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .standstill import is_idle, standstill
-from .states import StateSabotage
 
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
@@ -444,7 +454,9 @@ class Engine:
 
     # -- contents ----------------------------------------------------------
 
-    def _elements(self, tracked: Tracked, tokens: range, *, seen: bool = False) -> Any:
+    def _elements(
+        self, tracked: Tracked, tokens: range, *, seen: bool = False
+    ) -> Iterator[Element]:
         """Each (plane array, index, expected elements) of a request's `tokens`.
 
         With `seen` only of those that the model will look at again.
@@ -482,9 +494,11 @@ class Engine:
                     )
                     if spec.holds_numbers:
                         value &= numbers_of(spec.item_bytes)
-                    yield number, array, block, offset, value
+                    yield array, block, offset, value
 
-    def _state_elements(self, tracked: Tracked, tokens: range, rank: int, number: int) -> Any:
+    def _state_elements(
+        self, tracked: Tracked, tokens: range, rank: int, number: int
+    ) -> Iterator[Element]:
         """As :meth:`_elements`, of a layer's state behind the last of the tokens."""
         spec = self.spec
         table = tracked.tables[self.groups[number]]
@@ -505,7 +519,7 @@ class Engine:
             value = whole[..., mine[plane]]
             if spec.holds_numbers:
                 value &= numbers_of(spec.state_item_bytes)
-            yield number, array, block, offset, value
+            yield array, block, offset, value
 
     def _map(self, tracked: Tracked) -> None:
         """Has pages behind a request's blocks, where the allocator hands them out late."""
@@ -521,7 +535,7 @@ class Engine:
             return
         self._map(tracked)
         with self._in_host_memory():
-            for _, array, block, offset, value in self._elements(tracked, tokens):
+            for array, block, offset, value in self._elements(tracked, tokens):
                 array[block, offset] = value
 
     @contextmanager
@@ -533,35 +547,53 @@ class Engine:
         for device in self.on_device:
             device.push()
 
-    def check(self, sabotage: str | None) -> tuple[int, int, int]:
-        """Wrong and total elements of all requests, and bytes written elsewhere."""
+    def check(self, spoils: bool) -> Checked:
+        """Compares all requests; what is then spoilt must show, and is put back.
+
+        Args:
+            spoils: whether the cache is spoilt, where it was right.
+        """
         for device in self.on_device:
             device.pull()
-        if sabotage in ("skip_layer", "skip_state"):
-            self._undo_layer(int(sabotage == "skip_state"))
-        if sabotage in get_args(StateSabotage):
-            self._spoil_states(str(sabotage))
-        wrong = total = 0
-        for tracked in self.tracked:
-            tokens = range(tracked.tokens)
-            flip = sabotage == "flip_byte"
-            if not tokens:
-                continue
-            for _, array, block, offset, value in self._elements(tracked, tokens, seen=True):
-                if sabotage == "shift_block":
-                    block = (block + 1) % array.shape[0]
-                found = array[block, offset]
-                if flip:
-                    found.reshape(-1)[-1] ^= 1
-                    flip = False
-                wrong += int(np.count_nonzero(found != value))
-                total += value.size
-        return wrong, total, self._stray_bytes() if self.before and not sabotage else 0
+        found = [
+            element
+            for tracked in self.tracked
+            if tracked.tokens
+            for element in self._elements(tracked, range(tracked.tokens), seen=True)
+        ]
+        wrong, total = compared(found)
+        stray = self._stray_bytes() if self.before else 0
+        noticed = self._spoilt(found) if spoils and found and not (wrong or stray) else {}
+        return Checked(wrong, total, stray, noticed)
 
-    def _spoil_states(self, sabotage: str) -> None:
-        number = next(n for n in range(self.spec.layers) if self.spec.is_state(n))
-        arrays = [caches.layers[number].planes[0] for caches in self.caches]
-        self.spec.states_of(number).spoil(arrays, self._loaded(number), sabotage)
+    def _spoilt(self, found: Sequence[Element]) -> dict[str, int]:
+        """The negative controls: the elements that are wrong then, by the way to spoil a cache."""
+        shifted = [
+            (a, (block + 1) % a.shape[0], offset, value) for a, block, offset, value in found
+        ]
+        noticed = {"shifted by a block": compared(shifted)[0]}
+        for name, spoil in self._faults(found):
+            now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
+            spoil()
+            noticed[name] = compared(found)[0]
+            for caches, held in zip(self.caches, now, strict=True):
+                for memory, old in zip(caches.memory, held, strict=True):
+                    memory[:] = old
+        return noticed
+
+    def _faults(self, found: Sequence[Element]) -> Iterator[Fault]:
+        """What spoils this cache, of what was loaded; the first two layers may be of two kinds."""
+        yield "a flipped bit", partial(flip_last_bit, found[-1])
+        if not any(tracked.external_tokens for tracked in self.tracked):
+            return
+        for layer in range(min(2, self.spec.layers)):
+            yield f"layer {layer} left out", partial(self._undo_layer, layer)
+        states = {self.spec.kind_of(n): n for n in reversed(range(self.spec.layers))}
+        for number in states.values():
+            if self.spec.is_state(number):
+                arrays = [caches.layers[number].planes[0] for caches in self.caches]
+                faults = self.spec.states_of(number).faults(arrays, self._loaded(number))
+                yield from ((f"layer {number}: {name}", spoil) for name, spoil in faults)
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""

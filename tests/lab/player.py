@@ -20,6 +20,7 @@ from kvpatch.load.reader import Reader
 from kvpatch.transfer import staging_pool
 
 from . import channel, digest_faults, release, standins
+from .compare import compared
 from .core import CoreScheduler
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Served, Timed, Told
@@ -114,7 +115,7 @@ class Player(Engine):
         held: set[tuple[int, int]] = set()
         found = list(self._elements(tracked, tokens))
         of_rank = len(found) // self.spec.tp_size
-        for place, (_, array, block, offset, value) in enumerate(found):
+        for place, (array, block, offset, value) in enumerate(found):
             rank = place // of_rank
             first = self.spec.first_head(rank)
             names = [(place % of_rank, first + head) for head in range(value.shape[1])]
@@ -126,7 +127,7 @@ class Player(Engine):
     def hand_on(self, name: str) -> None:
         """Has another request's tokens in a prompt's blocks, as after P has let go of them."""
         (tracked,) = (t for t in self.tracked if t.request.request_id == name)
-        for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
+        for array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
 
     def make_digests(self, name: str) -> str:
@@ -700,14 +701,13 @@ class Player(Engine):
         """Wrong and total elements of these requests; of windows what the model will look at."""
         for device in self.on_device:
             device.pull()
-        wrong = total = 0
-        for name in names:
-            tracked = self._by_name[name]
-            tokens, seen = range(tracked.tokens), self.spec.is_hybrid
-            for _, array, block, offset, value in self._elements(tracked, tokens, seen=seen):
-                wrong += int((array[block, offset] != value).sum())
-                total += value.size
-        return wrong, total
+        seen = self.spec.is_hybrid
+        tracked = [self._by_name[name] for name in names]
+        return compared(
+            element
+            for one in tracked
+            for element in self._elements(one, range(one.tokens), seen=seen)
+        )
 
     def strays(self) -> int:
         """Bytes written outside the blocks of all requests so far, aborted and failed too."""

@@ -15,7 +15,7 @@ from kvpatch.patches import SLUGS
 from kvpatch.peer.block_shapes import PAGE_BYTES
 
 from .caches import ODD_LAYER, UNMAPPED
-from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Report, Sabotage
+from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Report
 from .child import KVCACHEDS_OWN
 from .host import Lab
 from .kvcached_cells import LAYOUTS, case, cells, spec
@@ -39,15 +39,6 @@ def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> 
     if layout == "contiguous" and side == "both":
         assert report.descriptors == -(-report.moved_tokens // 16)
         assert report.registrations == 1
-
-
-@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["flash", "mla"])
-def test_a_spoilt_cache_is_noticed(
-    lab: Lab, family: Family, layout: str, sabotage: Sabotage
-) -> None:
-    lab.run(case(family, layout, "both", by_kvpatch=True), sabotage=sabotage).must_be("corrupt")
 
 
 def test_a_prefix_hit_and_several_requests(lab: Lab) -> None:
@@ -144,8 +135,6 @@ def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
     # From 0.26 on halves, twice as many regions as a peer states, are refused.
     can_pair = rows_on == "P" or pairs_halves(lab.release)
     assert report.outcome == ("identical" if can_pair else "refused"), report
-    if can_pair:
-        assert lab.run(wanted, sabotage="skip_layer").outcome == "corrupt"
 
 
 @pytest.mark.parametrize("side", ["both", "P", "D"])
@@ -194,7 +183,6 @@ def test_kvpatch_takes_its_place(lab: Lab, engine: EngineSpec, order: str) -> No
     if engine is _ROWS:
         assert report.descriptors == -(-report.moved_tokens // engine.block_tokens)
         assert report.registrations == 1
-    assert lab.run(wanted, sabotage="shift_block").outcome == "corrupt"
 
 
 def test_alone_it_refuses_its_own_default_layout(lab: Lab) -> None:

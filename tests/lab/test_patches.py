@@ -100,7 +100,6 @@ def test_kvcached_regions(lab: Lab, name: str) -> None:
     else:
         # One release moves bytes that are not its own and dies of it.
         assert stock.outcome in ("corrupt", "failed"), stock
-    assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 
 @pytest.mark.parametrize("blocks", [(32, 64), (64, 32)], ids=str)
@@ -115,7 +114,6 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
     case = Case("split halves", prefill, decode, prompt_tokens=192)
 
     lab.run(case.patched()).must_be("identical")
-    assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 
 def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> None:

@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Outcome, Report, Sabotage
+from .case import Case, EngineSpec, Outcome, Report
 from .host import Lab
-from .selection import in_turns, some_of
-from .states import StateSabotage
+from .selection import some_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.29")]
 
@@ -48,13 +47,9 @@ def _sides(case: Case) -> tuple[EngineSpec, EngineSpec]:
     return case.prefill, case.decode
 
 
-def _ours(lab: Lab, case: Case, sabotage: Sabotage | StateSabotage | None = None) -> Report:
-    return lab.on_d(case, sabotage=sabotage)
-
-
 def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
     """What is right without kvpatch stays right, and all else is refused."""
-    stock, ours = lab.run(case.stock()), _ours(lab, case)
+    stock, ours = lab.run(case.stock()), lab.on_d(case)
     right: Outcome = "identical" if stock.outcome == "identical" else "refused"
     assert ours.outcome == right, (stock, ours)
     if right == "identical":
@@ -140,25 +135,10 @@ def test_other_blocks(lab: Lab, ranks: tuple[int, int]) -> None:
     case = _case("whole state", ranks)
     twice = replace(case.prefill, block_tokens=128)
 
-    report = _ours(lab, replace(case, prefill=twice))
+    report = lab.on_d(replace(case, prefill=twice))
 
     assert report.outcome == "refused"
     assert "move whole: use one block size" in report.detail
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "ranks"),
-    in_turns(["skip_part", "swap_ranks", "skip_state", "skip_layer"], [(1, 2), (2, 1)]),
-    ids=str,
-)
-def test_spoilt_states_are_noticed(
-    lab: Lab, ranks: tuple[int, int], sabotage: Sabotage | StateSabotage
-) -> None:
-    """Of a delta net, whose layer is the first, and of the whole state in the second."""
-    if Version("0.30") <= Version(lab.release) < Version("0.32"):
-        pytest.skip("this release's are not read")
-
-    _ours(lab, _case("whole state", ranks), sabotage).must_be("corrupt")
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)

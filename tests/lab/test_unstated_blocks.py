@@ -51,13 +51,6 @@ def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
     )
 
 
-@pytest.mark.parametrize("prefill", [False, True])
-def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
-    case = pair(lab.release, 128, 64)
-
-    lab.run(case.patched(prefill=prefill), sabotage="shift_block").must_be("corrupt")
-
-
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
 def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int) -> None:
     report = lab.on_d(pair(lab.release, p, d), declares=False)
