@@ -332,7 +332,7 @@ class Engine:
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
-        self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+        self.before = self._held()
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
@@ -573,13 +573,26 @@ class Engine:
         ]
         noticed = {"shifted by a block": compared(shifted)[0]}
         for name, spoil in self._faults(found):
-            now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
-            spoil()
-            noticed[name] = compared(found)[0]
-            for caches, held in zip(self.caches, now, strict=True):
-                for memory, old in zip(caches.memory, held, strict=True):
-                    memory[:] = old
+            with self._put_back():
+                spoil()
+                noticed[name] = compared(found)[0]
         return noticed
+
+    def _held(self) -> list[list[Array]]:
+        """A copy of all memory, by rank."""
+        return [[memory.copy() for memory in caches.memory] for caches in self.caches]
+
+    def _put(self, held: Sequence[Sequence[Array]]) -> None:
+        for caches, copies in zip(self.caches, held, strict=True):
+            for memory, copy in zip(caches.memory, copies, strict=True):
+                memory[:] = copy
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """What is done to the caches inside is undone."""
+        held = self._held()
+        yield
+        self._put(held)
 
     def _faults(self, found: Sequence[Element]) -> Iterator[Fault]:
         """What spoils this cache, of what was loaded; the first two layers may be of two kinds."""
@@ -605,30 +618,27 @@ class Engine:
     def _undo_layer(self, layer: int) -> None:
         """Gives a layer of D's back what it held before the transfer."""
         own = self._loaded(layer)
-        for caches, before in zip(self.caches, self.before, strict=True):
-            now = [memory.copy() for memory in caches.memory]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            blocks = [plane[own] for plane in caches.layers[layer].planes]
-            for memory, new in zip(caches.memory, now, strict=True):
-                memory[:] = new
-            for plane, old_blocks in zip(caches.layers[layer].planes, blocks, strict=True):
-                plane[own] = old_blocks
+        planes = [plane for caches in self.caches for plane in caches.layers[layer].planes]
+        with self._put_back():
+            self._put(self.before)
+            before = [plane[own] for plane in planes]
+        for plane, blocks in zip(planes, before, strict=True):
+            plane[own] = blocks
 
     def _stray_bytes(self) -> int:
         """Bytes that changed outside the blocks that D was to fill."""
-        stray = 0
-        for caches, before in zip(self.caches, self.before, strict=True):
-            self._blank(caches)
-            after = [memory.copy() for memory in caches.memory]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            self._blank(caches)
-            stray += sum(
+        with self._put_back():
+            for caches in self.caches:
+                self._blank(caches)
+            after = self._held()
+            self._put(self.before)
+            for caches in self.caches:
+                self._blank(caches)
+            return sum(
                 int(np.count_nonzero(new != memory))
-                for new, memory in zip(after, caches.memory, strict=True)
+                for caches, of_rank in zip(self.caches, after, strict=True)
+                for new, memory in zip(of_rank, caches.memory, strict=True)
             )
-        return stray
 
     def _blank(self, caches: Caches) -> None:
         for number, layer in enumerate(caches.layers):

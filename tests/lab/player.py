@@ -19,7 +19,7 @@ from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
 from kvpatch.transfer import staging_pool
 
-from . import channel, digest_faults, release, standins
+from . import backend_shapes, channel, digest_faults, release, standins
 from .compare import compared
 from .core import CoreScheduler
 from .engine import Engine, LoadFailed
@@ -180,10 +180,6 @@ class Player(Engine):
         for p in prompts:
             self._by_name[p.name] = self._core_scheduler().seed(p.number, p.name, p.tokens)
 
-    def take_turns(self, tokens: int) -> None:
-        """From now on a step computes no more than so many tokens of a prompt."""
-        self._core_scheduler().limit_chunks(tokens)
-
     def work(self) -> dict[str, str]:
         """Computes what can be; returns the answers since the last time, as JSON."""
         self._compute()
@@ -251,9 +247,6 @@ class Player(Engine):
         self._send(computation.metadata, computation.computed)
         self.scheduler.computed(computation)
         return held
-
-    def cancel(self, name: str) -> None:
-        self._core_scheduler().abort(name)
 
     def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
@@ -391,7 +384,7 @@ class Player(Engine):
     def ask(self, asks: Sequence[Ask]) -> int:
         """Schedules prompts that P has computed, and takes the step that posts the reads."""
         if not self.before:
-            self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+            self.before = self._held()
         tokens = sum(self._schedule(ask).external_tokens for ask in asks)
         self._step()
         return tokens
@@ -539,16 +532,6 @@ class Player(Engine):
 
     # -- D with the release's own scheduler -----------------------------------
 
-    def free_blocks(self) -> int:
-        return self._core_scheduler().free_blocks()
-
-    def forget(self) -> None:
-        """Empties the prefix cache, where no request holds a block."""
-        self._core_scheduler().forget()
-
-    def status(self, name: str) -> str:
-        return self._core_scheduler().status(name)
-
     def offer(self, texts: Sequence[str], tokens: int) -> list[str]:
         """What the scheduler makes of prompts with these parameters, one after the other.
 
@@ -564,7 +547,7 @@ class Player(Engine):
             tracked = core.receive(number, name, tokens, json.loads(text))
             self._by_name[name] = tracked
             self.tick()
-            found.append(self.status(name))
+            found.append(core.status(name))
             if found[-1] == "WAITING_FOR_REMOTE_KVS":
                 tracked.tables = core._tables(name)
                 self._map(tracked)
@@ -587,9 +570,6 @@ class Player(Engine):
 
     def warned(self) -> list[str]:
         return self.log.warnings
-
-    def logged(self) -> list[str]:
-        return list(self.log.errors)
 
     def hang_up(self, name: str) -> None:
         """Ends a request whose client is gone; the next step tells the workers."""
@@ -712,12 +692,7 @@ class Player(Engine):
     def strays(self) -> int:
         """Bytes written outside the blocks of all requests so far, aborted and failed too."""
         with self._still():
-            now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
-            stray = self._stray_bytes() if self.before else 0
-            for caches, copies in zip(self.caches, now, strict=True):
-                for memory, copy in zip(caches.memory, copies, strict=True):
-                    memory[:] = copy
-        return stray
+            return self._stray_bytes() if self.before else 0
 
     @contextmanager
     def _still(self) -> Iterator[None]:
@@ -733,21 +708,14 @@ class Player(Engine):
 
     def written(self, name: str) -> int:
         """Bytes in a request's blocks that are not what was there before it asked."""
+        blocks = self._by_name[name].tables[0]
+        planes = [plane for c in self.caches for layer in c.layers for plane in layer.planes]
         with self._still():
-            return self._written(self._by_name[name])
-
-    def _written(self, tracked: Tracked) -> int:
-        count = 0
-        for caches, before in zip(self.caches, self.before, strict=True):
-            now = [memory.copy() for memory in caches.memory]
-            found = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            was = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
-            for memory, new in zip(caches.memory, now, strict=True):
-                memory[:] = new
-            count += sum(int((a != b).sum()) for a, b in zip(found, was, strict=True))
-        return count
+            found = [plane[blocks] for plane in planes]
+            with self._put_back():
+                self._put(self.before)
+                was = [plane[blocks] for plane in planes]
+        return sum(int((a != b).sum()) for a, b in zip(found, was, strict=True))
 
     # -- what is left behind -------------------------------------------------
 
@@ -796,6 +764,10 @@ class Player(Engine):
         """The engines that kvpatch reads from in place of the release."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
+
+    def backend_shapes(self) -> dict[str, Any]:
+        """What the release's backends are, by their names (backend_shapes.py)."""
+        return dict(backend_shapes.shapes())
 
     def threads(self) -> set[str]:
         return {thread.name for thread in threading.enumerate()}

@@ -110,10 +110,10 @@ class Actor:
     def finish(self, prompt: Prompt) -> str:
         """Steps until D has answered a prompt, some steps at most; what has become of it."""
         for _ in range(_MOST_STEPS):
-            if self.call("status", prompt.name).startswith("FINISHED"):
+            if self.call("scheduler.status", prompt.name).startswith("FINISHED"):
                 break
             self.call("tick")
-        return str(self.call("status", prompt.name))
+        return str(self.call("scheduler.status", prompt.name))
 
     def abort(self, prompt: Prompt) -> None:
         self.call("abort", prompt.name)

@@ -43,7 +43,7 @@ class Pair:
     free: int
 
     def free_now(self) -> int:
-        return int(self.decode.call("free_blocks"))
+        return int(self.decode.call("scheduler.free_blocks"))
 
     def ask_and_hang_up(self) -> tuple[Prompt, int]:
         """A prompt whose read is under way and whose client is gone; the free blocks before."""
@@ -84,10 +84,10 @@ def _introduced(stage: Stage, prefill: Actor, decode: Actor, tokens: int) -> Pai
     """The pair behind a prompt that D has loaded or computed, and given back."""
     prompts = stage.prompts(1, tokens)
     introduce(decode, prompts, prefill)
-    if decode.call("status", prompts[0].name) == "WAITING_FOR_REMOTE_KVS":
+    if decode.call("scheduler.status", prompts[0].name) == "WAITING_FOR_REMOTE_KVS":
         decode.call("loaded", [prompts[0].name])
         decode.call("tick")
-    return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
+    return Pair(stage, prefill, decode, int(decode.call("scheduler.free_blocks")))
 
 
 @pytest.mark.every_release

@@ -214,4 +214,4 @@ def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
 def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
 
-    assert lab.run(_window_alone(10, cut=48)).outcome == "corrupt"
+    lab.run(_window_alone(10, cut=48)).must_be("corrupt")

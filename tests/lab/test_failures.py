@@ -432,12 +432,12 @@ def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:
     """A prompt whose P dies while it is read; the blocks that D had free before."""
     prefill = stage.prefill(spec)
     introduce(decode, stage.prompts(1, TOKENS), prefill)
-    free = int(decode.call("free_blocks"))
+    free = int(decode.call("scheduler.free_blocks"))
     prompt = stage.prompt(TOKENS)
     asks = prefill.compute(prompt)
     prefill.hold()
     decode.ask(*asks)
-    assert decode.call("free_blocks") < free
+    assert decode.call("scheduler.free_blocks") < free
     prefill.die()
     return prompt, free
 
@@ -452,8 +452,8 @@ def test_a_load_of_several_groups_fails(stage: Stage, ranks: int) -> None:
     decode.call("loaded", [prompt.name])
 
     assert seen.failed == {prompt.name}, seen
-    assert decode.call("status", prompt.name) == "FINISHED_ERROR"
-    assert decode.call("free_blocks") == free
+    assert decode.call("scheduler.status", prompt.name) == "FINISHED_ERROR"
+    assert decode.call("scheduler.free_blocks") == free
     assert untouched(decode, [prompt])
     stage.load(stage.prefill(_P), decode, TOKENS)
 
@@ -470,7 +470,7 @@ def test_a_load_of_several_groups_is_computed_again(stage: Stage) -> None:
     assert untouched(decode, [prompt])
     assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
     assert decode.wrong(prompt)[0] == 0
-    assert decode.call("free_blocks") == free
+    assert decode.call("scheduler.free_blocks") == free
     stage.load(stage.prefill(_P), decode, TOKENS)
 
 

@@ -69,9 +69,7 @@ def far(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_is_identical(far: Lab, name: str) -> None:
-    report = far.run(PAIRS[name] if name in BUFFERED else PAIRS[name].patched(*SLUGS))
-
-    assert report.outcome == "identical", report
+    far.run(PAIRS[name] if name in BUFFERED else PAIRS[name].patched(*SLUGS)).must_be("identical")
 
 
 @pytest.mark.parametrize("transfer", ["direct", "staged"])
@@ -83,6 +81,4 @@ def test_both_ways_are_identical(far: Lab, transfer: str) -> None:
 
 @pytest.mark.parametrize("name", LIKE)
 def test_stock_serves_like_pairs(far: Lab, name: str) -> None:
-    report = far.run(LIKE[name].stock())
-
-    assert report.outcome == "identical", report
+    far.run(LIKE[name].stock()).must_be("identical")

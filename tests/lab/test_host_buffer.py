@@ -139,8 +139,7 @@ def test_windows(lab: Lab) -> None:
     pair = buffered(**windows), buffered(**windows)
 
     for prompt in (40, TOKENS, 300):
-        report = lab.run(case("windows", pair, prompt_tokens=prompt, n_requests=1))
-        assert report.outcome == "identical", (prompt, report)
+        lab.run(case("windows", pair, prompt_tokens=prompt, n_requests=1)).must_be("identical")
 
 
 def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
@@ -266,7 +265,7 @@ def test_an_abort_in_the_middle_of_a_prompt(stage: Stage, lab: Lab) -> None:
     prefill.call("tick")
     prefill.call("tick")
     assert scene.host_blocks()["held"] == 2
-    prefill.call("cancel", lost.name)
+    prefill.call("scheduler.abort", lost.name)
     assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
     prefill.call("begin", [kept])
@@ -279,7 +278,7 @@ def test_preemption_gives_host_blocks_back(stage: Stage, lab: Lab) -> None:
     scene = scene_of(stage, lab, None, planned_blocks=2 * REQUEST_BLOCKS)
     prefill = scene.prefill
     own, read = stage.prompt(TOKENS + BLOCK_TOKENS), stage.prompt(TOKENS)
-    prefill.call("take_turns", BLOCK_TOKENS)
+    prefill.call("scheduler.limit_chunks", BLOCK_TOKENS)
     prefill.call("begin_own", [own])
     prefill.call("begin", [read])
 
@@ -409,7 +408,7 @@ def test_requests_come_go_and_fail_at_random(scene: Scene) -> None:
     Those that are longer than the buffer are refused, or given up on before they can be.
     """
     chance = random.Random(7)
-    scene.prefill.call("take_turns", 2 * BLOCK_TOKENS)
+    scene.prefill.call("scheduler.limit_chunks", 2 * BLOCK_TOKENS)
     lengths = [chance.randint(1, TOKENS) for _ in range(70)] + 20 * [5 * TOKENS]
     chance.shuffle(lengths)
     prompts = [scene.stage.prompt(tokens) for tokens in lengths]
@@ -427,7 +426,7 @@ def test_requests_come_go_and_fail_at_random(scene: Scene) -> None:
         gone = {ask.prompt.name for ask in asks}
         running = [prompt for prompt in running if prompt.name not in gone]
         for prompt in [p for p in running if chance.random() < 0.3]:
-            scene.prefill.call("cancel", prompt.name)
+            scene.prefill.call("scheduler.abort", prompt.name)
             running.remove(prompt)
             cancelled += 1
         # 0.10.0 publishes nothing of what is shorter than a block.

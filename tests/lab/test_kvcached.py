@@ -81,7 +81,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
     )
 
     lab.run(full).must_be("refused", "or it has kvcached")
-    assert lab.run(odd).outcome == "identical"
+    lab.run(odd).must_be("identical")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,7 +98,7 @@ def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) ->
         assert report.outcome != "corrupt", report  # 0.10.0 had nothing to send
         return
     # Rows name their layout on 0.10.0 too; split halves there have D's, as the lab says.
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 # --- rows of all layers --------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
 
     # From 0.26 on halves, twice as many regions as a peer states, are refused.
     can_pair = rows_on == "P" or pairs_halves(lab.release)
-    assert report.outcome == ("identical" if can_pair else "refused"), report
+    report.must_be("identical" if can_pair else "refused")
 
 
 @pytest.mark.parametrize("side", ["both", "P", "D"])
@@ -159,8 +159,7 @@ def test_without_the_patch_rows_are_refused_or_wrong(lab: Lab) -> None:
     stock, alone = (lab.run(Case("rows", one, one, 107)) for one in (rows, without))
 
     assert stock.outcome != "identical", stock
-    assert alone.outcome == "refused", alone
-    assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in alone.detail
+    alone.must_be("refused", "KVCACHED_CONTIGUOUS_LAYOUT=false")
 
 
 # --- kvcached's own NIXL patch, in either order ------------------------------------------

@@ -138,10 +138,9 @@ def test_groups_of_unlike_shapes(lab: Lab, shape: str, p: str, d: str, p_tokens:
 
     if _packs(lab, p) != _packs(lab, d) and shape in _UNIFIED:
         # The plain cache's pages are unified, which makes other groups of the layers.
-        assert report.outcome == "refused", report
+        report.must_be("refused")
         return
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == _PROMPT_TOKENS - 64
+    report.must_be("identical", moved=_PROMPT_TOKENS - 64)
     if p == d == "contiguous" and p_tokens == 32:
         assert report.registrations == 1
         if _packs(lab, p) and shape in _UNIFIED:
@@ -199,7 +198,7 @@ def test_stock_leaves_the_ends_of_pages_out(lab: Lab, layout: str) -> None:
     report = _run(lab, spec, spec, hit_blocks=2)
 
     is_wrong = Version(lab.release) >= Version("0.30")
-    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+    report.must_be("corrupt" if is_wrong else "identical")
     assert bool(report.wrong_elements) is is_wrong
 
 

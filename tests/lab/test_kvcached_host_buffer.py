@@ -93,7 +93,7 @@ def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> Non
     if moves_full_blocks_only(lab.release) and not report.moved_tokens:
         assert report.outcome != "corrupt", report  # 0.10.0 had nothing to send
         return
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 def test_ranks_and_a_prefix_that_d_has(lab: Lab) -> None:
@@ -155,10 +155,8 @@ def test_beside_a_network_card(lab: Lab) -> None:
     through = lab.run(replace(found, prefill=p, decode=d))
     refused = lab.run(replace(found, prefill=plain, decode=plain))
 
-    assert through.outcome == "identical", through
-    assert refused.outcome == "refused", refused
-    assert "mlx5_0:1 (InfiniBand)" in refused.detail and "UCX_TLS=^ib" in refused.detail
-    assert "KVPATCH_HOST_BUFFER=always" in refused.detail
+    through.must_be("identical")
+    refused.must_be("refused", "mlx5_0:1 (InfiniBand)", "UCX_TLS=^ib", "KVPATCH_HOST_BUFFER=always")
 
 
 # --- pages and variables ---------------------------------------------------------------
@@ -189,9 +187,7 @@ def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: in
         [of_shapes(lab, "windows of 64 tokens", tokens, layout) for tokens in (p_tokens, 32)],
     )
     for p, d in (windows, gemma):
-        report = lab.run(Case("groups", _buffered(p, as_p=True), _buffered(d), 300, 64))
-
-        assert report.outcome == "identical", (p, report)
+        lab.run(Case("groups", _buffered(p, as_p=True), _buffered(d), 300, 64)).must_be("identical")
 
 
 @pytest.mark.on(since="0.18")

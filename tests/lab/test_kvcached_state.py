@@ -72,10 +72,10 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     report = lab.run(Case("cut", spec, spec, _PROMPT_TOKENS))
 
     if has_named_layouts(lab.release) and layout == "contiguous":
-        assert report.outcome == "refused", report  # by kvcached, whose rows it cannot cut
-        assert "KVCachedConfigError: vLLM cannot split 128-token blocks" in report.detail
+        # By kvcached, whose rows it cannot cut.
+        report.must_be("refused", "KVCachedConfigError: vLLM cannot split 128-token blocks")
         return
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
@@ -191,5 +191,5 @@ def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
     if p == d:
         stock = lab.run(case.stock())
-        assert stock.outcome == "corrupt", stock
+        stock.must_be("corrupt")
         assert stock.wrong_elements > 0

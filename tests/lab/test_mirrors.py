@@ -76,7 +76,7 @@ def test_unlike_pair_is_right_or_refused(lab: Lab, name: str) -> None:
     report = lab.run(_case((pair[0], _on(pair[1]))))
 
     if stock is not None and stock.outcome == "identical" and "NHD" not in name:
-        assert report.outcome == "identical", report
+        report.must_be("identical")
     else:
         assert report.outcome in ("identical", "refused"), (stock, report)
     if report.outcome == "refused" and stock is not None and stock.outcome == "corrupt":
@@ -103,8 +103,7 @@ def test_copies_of_another_dimension_are_refused(lab: Lab, spec: EngineSpec) -> 
     report = lab.run(_case((_on(spec), _on(spec))))
 
     if Version(lab.release) < Version("0.23"):
-        assert report.outcome == "refused", report
-        assert "set KVPATCH_HOST_BUFFER=always" in report.detail
+        report.must_be("refused", "set KVPATCH_HOST_BUFFER=always")
         spec = replace(spec, settings=POOL.settings)
         report = lab.run(_case((_on(spec), _on(spec))))
-    assert report.outcome == "identical", report
+    report.must_be("identical")

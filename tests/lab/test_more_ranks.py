@@ -48,7 +48,7 @@ def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
 
 def test_stock_does_not_read_them(lab: Lab) -> None:
     """What is mended here, like engines included."""
-    assert lab.run(_CASES["one block size"]).outcome == "failed"
+    lab.run(_CASES["one block size"]).must_be("failed")
 
 
 def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:

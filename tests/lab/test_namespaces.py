@@ -47,7 +47,7 @@ def test_a_line_that_is_slow_and_loses_packets(lab: Lab, transfer: str) -> None:
 
         report = lab.run(case)
 
-        assert report.outcome == "identical", report
+        report.must_be("identical")
         assert report.seconds > 4 * 0.02
         assert made.lost and made.carried > 100
 

@@ -43,7 +43,7 @@ def _turn(stage: Stage, prefill: Actor, decode: Actor) -> tuple[Prompt, str]:
     for _ in range(2):  # the step that was ahead, and the one that tells workers of the answer
         decode.call("tick")
     assert prefill.heard([prompt]) == {prompt.name}
-    prefill.call("forget")
+    prefill.call("scheduler.forget")
     return prompt, json.dumps({**TO_BE_READ, **json.loads(answered.answer)})
 
 

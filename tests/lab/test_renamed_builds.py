@@ -67,4 +67,4 @@ def test_a_patch_whose_code_has_moved_is_refused_alone(
 
     assert "PatchRefused" in refused.detail and "KVPATCH_DISABLE=metrics" in refused.detail
     assert f"{_STATS}: expected NixlKVConnectorStats.is_empty as in" in refused.detail
-    assert served.outcome == "identical", served
+    served.must_be("identical")

@@ -54,5 +54,5 @@ def test_what_stock_reads_stays_with_it(lab: Lab, case: Case, since: str) -> Non
     stock = lab.run(case)
     patched = lab.on_d(case)
 
-    assert stock.outcome == "identical", stock
+    stock.must_be("identical")
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)

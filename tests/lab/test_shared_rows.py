@@ -71,7 +71,7 @@ def test_as_many_ranks(lab: Lab, name: str, ranks: tuple[int, int], heads: int) 
     stock, ours = _expect_like_stock(lab, _case(name, ranks, heads))
 
     is_short = has_whole and Version("0.30") <= release < Version("0.32")
-    assert stock.outcome == ("corrupt" if is_short else "identical"), stock
+    stock.must_be("corrupt" if is_short else "identical")
     assert (_SHORT in ours.detail) is is_short
 
 
@@ -86,11 +86,11 @@ def test_heads_on_each_rank(lab: Lab, name: str, ranks: tuple[int, int]) -> None
     stock, _ = _expect_like_stock(lab, _case(name, ranks))
 
     if has_whole and Version("0.30") <= release < Version("0.32"):
-        assert stock.outcome == "corrupt"
+        stock.must_be("corrupt")
     elif name == "attention" and ranks == (2, 1):  # which it refuses for any model of heads alone
-        assert stock.outcome == "refused"
+        stock.must_be("refused")
     else:
-        assert stock.outcome == "identical"
+        stock.must_be("identical")
 
 
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=str)
@@ -99,7 +99,7 @@ def test_a_head_on_two_ranks(lab: Lab, ranks: tuple[int, int]) -> None:
     stock, _ = _expect_like_stock(lab, _case("whole state", ranks, heads=2))
 
     is_short = Version("0.30") <= Version(lab.release) < Version("0.32")
-    assert stock.outcome == ("corrupt" if is_short else "identical")
+    stock.must_be("corrupt" if is_short else "identical")
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
@@ -113,7 +113,7 @@ def test_heads_shared_out(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
 
     assert (stock.outcome == "identical") is (name == "one attention layer"), stock
     if name == "delta nets":
-        assert stock.outcome == "corrupt", stock
+        stock.must_be("corrupt")
         assert _OVERLAY in ours.detail
 
 
@@ -125,7 +125,7 @@ def test_a_ring_longer_than_a_summary(lab: Lab) -> None:
 
     stock, ours = _expect_like_stock(lab, replace(case, prefill=p, decode=d))
 
-    assert stock.outcome == "corrupt"
+    stock.must_be("corrupt")
     assert _SHORT in ours.detail
     assert "larger --block-size" in ours.detail
 
@@ -135,10 +135,7 @@ def test_other_blocks(lab: Lab, ranks: tuple[int, int]) -> None:
     case = _case("whole state", ranks)
     twice = replace(case.prefill, block_tokens=128)
 
-    report = lab.on_d(replace(case, prefill=twice))
-
-    assert report.outcome == "refused"
-    assert "move whole: use one block size" in report.detail
+    lab.on_d(replace(case, prefill=twice)).must_be("refused", "move whole: use one block size")
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
@@ -157,7 +154,7 @@ def test_states_inside_blocks(lab: Lab, kind: str, ranks: tuple[int, int]) -> No
 
     stock, ours = _expect_like_stock(lab, Case(f"{kind} {ranks}", p, d, _PROMPT_TOKENS))
 
-    assert stock.outcome == ("corrupt" if kind == "mamba2, one group" else "identical")
+    stock.must_be("corrupt" if kind == "mamba2, one group" else "identical")
     if stock.outcome == "corrupt":
         assert "every rank has whole" in ours.detail
 
@@ -181,10 +178,8 @@ def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -
     seen = "corrupt" if slots[0] < slots[1] else "identical"
     assert lab.run(case.stock()).outcome == seen
     if says:
-        assert report.outcome == "refused", report
-        assert f"a ring of {slots[1]} here" in report.detail
-        assert "have them draft as many tokens" in report.detail
+        report.must_be("refused", f"a ring of {slots[1]} here", "have them draft as many tokens")
     else:
         assert report.outcome == seen, "docs/reference/limits.md"
     like = replace(case, prefill=d)
-    assert lab.run(like.patched()).outcome == "identical"
+    lab.run(like.patched()).must_be("identical")

@@ -308,7 +308,7 @@ def test_d_computes_what_a_check_fails(stage: Stage, lab: Lab, kind: str, name: 
     if is_computed:
         _assert_computed(decode, prompt)
     else:
-        assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+        assert decode.call("scheduler.status", prompt.name) == "FINISHED_ERROR"
     _assert_nothing_wrong_is_cached(decode, prompt)
 
 

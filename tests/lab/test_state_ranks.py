@@ -57,10 +57,9 @@ def _ours(case: Case) -> Case:
 def _expect_identical(lab: Lab, case: Case) -> Report:
     report = lab.run(case)
     if not FACTS[lab.release].has_channels_first:
-        assert report.outcome == "refused", report
-        assert "recurrent state is split over ranks" in report.detail
+        report.must_be("refused", "recurrent state is split over ranks")
         return report
-    assert report.outcome == "identical", report
+    report.must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
     return report
 
@@ -73,10 +72,9 @@ def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
     report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))
 
     if device and not FACTS[lab.release].spares_loaded_blocks:
-        assert report.outcome == "refused", report
-        assert "--no-async-scheduling" in report.detail
+        report.must_be("refused", "--no-async-scheduling")
         report = lab.run(Case("not ahead", *[replace(spec, schedules_ahead=False)] * 2, 300))
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 _ALIKE = [
@@ -142,7 +140,7 @@ def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
     if not FACTS[lab.release].has_channels_first:
         assert stock.outcome != "identical", stock
         return
-    assert stock.outcome == ("corrupt" if MODELS[kind].groups == 1 else "identical"), stock
+    stock.must_be("corrupt" if MODELS[kind].groups == 1 else "identical")
     if stock.outcome == "identical":  # what is its own stays as it is
         assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
 
@@ -157,7 +155,7 @@ def test_other_types_of_states(lab: Lab, side: str) -> None:
     case = replace(case, **{side: longer})
 
     lab.run(_ours(case)).must_be("refused", "its recurrent states take", "--mamba-ssm-cache-dtype")
-    assert lab.run(case.stock()).outcome == "corrupt"
+    lab.run(case.stock()).must_be("corrupt")
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -174,11 +172,13 @@ def test_types_of_states_of_as_many_bytes(lab: Lab, says: bool) -> None:
     report = lab.run(case)
 
     if says and FACTS[lab.release].encodes_metadata:
-        assert report.outcome == "refused", report
-        assert "hold states of bfloat16,bfloat16 here, and 'states of float16" in report.detail
-        assert "--mamba-ssm-cache-dtype" in report.detail
+        report.must_be(
+            "refused",
+            "hold states of bfloat16,bfloat16 here, and 'states of float16",
+            "--mamba-ssm-cache-dtype",
+        )
     else:
-        assert report.outcome == "identical", report
+        report.must_be("identical")
     like = replace(case, decode=replace(case.decode, state_dtype="float16"))
-    assert lab.run(like).outcome == "identical"
+    lab.run(like).must_be("identical")
     assert lab.run(case.stock()).outcome == "identical", "byte by byte"

@@ -127,7 +127,7 @@ def test_stock_reads_items_of_another_size(lab: Lab) -> None:
     report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
 
     # 0.10.0 names full blocks only, and stumbles over their number.
-    assert report.outcome == ("corrupt" if states_layout(lab.release) else "failed"), report
+    report.must_be("corrupt" if states_layout(lab.release) else "failed")
 
 
 def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
@@ -135,7 +135,7 @@ def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
     report = lab.run(_pair(tokens=(128, 32)).stock())
 
     survives = Version(lab.release) >= Version("0.22")
-    assert report.outcome == ("refused" if survives else "failed"), report
+    report.must_be("refused" if survives else "failed")
 
 
 # -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
@@ -178,4 +178,4 @@ def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
 @pytest.mark.on(states_kernel_blocks=False, states_block_size=True)
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
-    assert lab.run(_cut_pair(128, 64, prompt_tokens=40)).outcome == "corrupt"
+    lab.run(_cut_pair(128, 64, prompt_tokens=40)).must_be("corrupt")
