@@ -29,7 +29,6 @@ from .test_several_peers import (
     engine,
     held,
     introduce,
-    is_told_apart,
     loaded,
     names,
     unlike,
@@ -50,16 +49,6 @@ UNREADABLE = {"block_tokens": 512, "planned_blocks": 10}
 def reports_failures(release: str) -> bool:
     """Whether a load can fail alone; <= 0.11.0 it is left waiting."""
     return Version(release) >= Version("0.11.1")
-
-
-def stock_survives_dead_peers(release: str) -> bool:
-    """<= 0.11.2 NIXL's errors are not caught; 0.12.0 and 0.13.0 stumble over their own report."""
-    return Version(release) >= Version("0.14")
-
-
-def stock_survives_refusals(release: str) -> bool:
-    """On releases <= 0.21 `get_finished` looks up the block size of a peer that was refused."""
-    return Version(release) >= Version("0.22")
 
 
 @dataclass(frozen=True)
@@ -214,10 +203,9 @@ def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:
     assert_served(stage, lab.release, survivor, decode)
 
 
-def test_stock_dies_with_its_peer(stage: Stage, lab: Lab) -> None:
+@pytest.mark.on(before="0.14")  # NIXL's errors are not caught, or their own report ends D
+def test_stock_dies_with_its_peer(stage: Stage) -> None:
     """What is mended here, and that the test sees it."""
-    if stock_survives_dead_peers(lab.release):
-        pytest.skip("this release survives")
     mortal, decode = stage.prefill(SPEC), stage.decode(SPEC, patched=False)
     introduce(decode, stage.prompts(1, TOKENS), mortal)
     prompt = stage.prompt(TOKENS)
@@ -251,10 +239,9 @@ def test_death_before(stage: Stage, lab: Lab, is_known: bool) -> None:
     assert_served(stage, lab.release, survivor, decode)
 
 
-def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
-    """What is mended here, and that the test sees it."""
-    if not reports_failures(lab.release) or stock_survives_refusals(lab.release):
-        pytest.skip("this release survives, or waits for ever")
+@pytest.mark.on(since="0.11.1", before="0.22")  # before, it waits for ever
+def test_stock_ends_with_a_handshake(stage: Stage) -> None:
+    """`get_finished` looks up the block size of a peer that was refused."""
     mortal, decode = stage.prefill(SPEC), stage.decode(SPEC, patched=False)
     prompt = stage.prompt(TOKENS)
     asks = mortal.compute(prompt)
@@ -267,10 +254,9 @@ def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
         decode.call("idle", 2)  # the load may be said to have failed a step before D ends by it
 
 
+@pytest.mark.on(before="0.11.1", states_layout=True)  # else: it fails alone, or no unlike pair
 def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab: Lab) -> None:
     """<= 0.11.0 a failed load is reported once its client is gone: not the one before it."""
-    if reports_failures(lab.release) or not states_layout(lab.release):
-        pytest.skip("a load can fail alone, or no unlike pair here")
     prefill, decode = stage.prefill(unlike(lab.release)[0]), stage.decode(STAGED)
     computed, other = stage.prompts(2, TOKENS)
     introduce(decode, [computed], prefill)
@@ -391,10 +377,9 @@ def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
     assert_served(stage, lab.release, readable, decode)
 
 
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: like peers alone
 def test_blocks_that_do_not_hold_the_tokens(pair: Pair, lab: Lab) -> None:
     """A refusal while the read is posted, after the handshake."""
-    if not is_told_apart(lab.release):
-        pytest.skip("this release has like peers only")
     stage, prefill, decode = pair.stage, pair.prefill, pair.decode
     refused, kept = stage.prompts(2, TOKENS)
     short, whole = prefill.compute(refused, kept)

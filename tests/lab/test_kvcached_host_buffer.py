@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from packaging.version import Version
 
 from .caches import UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family
@@ -174,14 +173,9 @@ def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab) -> None:
 # --- several groups --------------------------------------------------------------------
 
 
-def _needs_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
-
-
+@pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
 @pytest.mark.parametrize(("layout", "p_tokens"), [("contiguous", 64), ("split-half", 32)])
 def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: int) -> None:
-    _needs_groups(lab)
     windows, gemma = (
         [of_groups("three groups", tokens, layout) for tokens in (p_tokens, 32)],
         [of_shapes(lab, "windows of 64 tokens", tokens, layout) for tokens in (p_tokens, 32)],

@@ -116,21 +116,19 @@ def _ends_at_the_next(lab: Lab, case: Case, folder: Path) -> None:
     assert said.outcome is (Outcome.REFUSED if is_told else Outcome.WRONG)
 
 
+@pytest.mark.on(joins_in_groups=True)  # else: an earlier check refuses hybrid models' blocks
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_refusal_of_other_models_leaves_nothing_behind(
     lab: Lab, window: int, tmp_path: Path
 ) -> None:
     """P's ranks and blocks are refused as for hybrid models; the engine goes on."""
-    facts = FACTS[lab.release]
-    if not facts.joins_in_groups:
-        pytest.skip("this release refuses such blocks of hybrid models by an earlier check")
     p, d = (
         replace(_engine(tp_size=r, block_tokens=n, window_tokens=(0, window)), planned_blocks=48)
         for r, n in ((2, 32), (1, 64))
     )
     case = Case(f"2 and 1 ranks, 32 and 64, a window of {window}", p, d, 150)
     said, _ = verdicts(pair_of(case, lab.release, tmp_path))
-    is_lost = bool(window) and facts.loses_failed_groups
+    is_lost = bool(window) and FACTS[lab.release].loses_failed_groups
 
     assert _one_by_one(lab, case) == ["received" if is_lost else "failed"] * 2
     assert said.outcome is (Outcome.WRONG if is_lost else Outcome.REFUSED)

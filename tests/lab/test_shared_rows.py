@@ -6,6 +6,7 @@ rows by regions of all groups. kvpatch, on D, leaves to it what it gets right, a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -57,64 +58,41 @@ def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
     return stock, ours
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "heads"),
-    some_of(_MODELS, [(1, 1), (2, 2)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
-    ids=str,
-)
-def test_as_many_ranks(lab: Lab, name: str, ranks: tuple[int, int], heads: int) -> None:
-    """0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller."""
+_ROWS = [
+    *some_of(_MODELS, [(1, 1), (2, 2)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
+    *itertools.product(_MODELS, [(1, 2), (2, 1)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
+    # P has a head on each rank, or each of two heads on two of four.
+    *itertools.product(["whole state"], [(2, 4), (4, 2)], [2]),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "heads"), _ROWS, ids=str)
+def test_what_stock_reads_rightly_stays_right(
+    lab: Lab, name: str, ranks: tuple[int, int], heads: int
+) -> None:
+    """Where ranks have heads of their own rows are unlike, and right of one attention layer alone.
+
+    0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller.
+    """
     release, has_whole = Version(lab.release), "whole" in name
     if release < Version("0.30") and not has_whole:
         pytest.skip("this release takes no such model without a whole state")
+    is_short = has_whole and Version("0.30") <= release < Version("0.32")
+    is_shared_out = heads == _HEADS_SHARED_OUT and ranks[0] != ranks[1]
 
     stock, ours = _expect_like_stock(lab, _case(name, ranks, heads))
 
-    is_short = has_whole and Version("0.30") <= release < Version("0.32")
-    stock.must_be("corrupt" if is_short else "identical")
-    assert (_SHORT in ours.detail) is is_short
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
-def test_heads_on_each_rank(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
-    """Rows are alike there, and stock is right, as far as it copies all of a state."""
-    release, has_whole = Version(lab.release), "whole" in name
-    if release < Version("0.30") and not has_whole:
-        pytest.skip("this release takes no such model without a whole state")
-
-    stock, _ = _expect_like_stock(lab, _case(name, ranks))
-
-    if has_whole and Version("0.30") <= release < Version("0.32"):
-        stock.must_be("corrupt")
-    elif name == "attention" and ranks == (2, 1):  # which it refuses for any model of heads alone
-        stock.must_be("refused")
+    if is_shared_out:
+        assert (stock.outcome == "identical") is (name == "one attention layer"), stock
+        if name == "delta nets":
+            stock.must_be("corrupt")
+            assert _OVERLAY in ours.detail
+    elif (name, ranks, heads) == ("attention", (2, 1), _HEADS_ON_EACH):
+        stock.must_be("refused")  # as it does for any model of heads alone
     else:
-        stock.must_be("identical")
-
-
-@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=str)
-def test_a_head_on_two_ranks(lab: Lab, ranks: tuple[int, int]) -> None:
-    """P has a head on each rank, or each of two heads on two of four."""
-    stock, _ = _expect_like_stock(lab, _case("whole state", ranks, heads=2))
-
-    is_short = Version("0.30") <= Version(lab.release) < Version("0.32")
-    stock.must_be("corrupt" if is_short else "identical")
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
-def test_heads_shared_out(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
-    """Rows are unlike there: what stock makes of them is right of one attention layer alone."""
-    if Version(lab.release) < Version("0.30") and "whole" not in name:
-        pytest.skip("this release takes no such model without a whole state")
-
-    stock, ours = _expect_like_stock(lab, _case(name, ranks, _HEADS_SHARED_OUT))
-
-    assert (stock.outcome == "identical") is (name == "one attention layer"), stock
-    if name == "delta nets":
-        stock.must_be("corrupt")
-        assert _OVERLAY in ours.detail
+        stock.must_be("corrupt" if is_short else "identical")
+    if ranks[0] == ranks[1]:
+        assert (_SHORT in ours.detail) is is_short
 
 
 @pytest.mark.on(since="0.30")

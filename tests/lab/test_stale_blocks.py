@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
@@ -31,11 +30,6 @@ _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 _EXTRA = {"kv_lease_duration": _LEASE_SECONDS}
 #: How D's blocks differ from P's.
 UNLIKE = {"like": SPEC, "unlike": replace(SPEC, block_tokens=32)}
-
-
-def states_holds(release: str) -> bool:
-    """From 0.11.1 the scheduler knows what its workers state."""
-    return FACTS[release].listens_in_scheduler
 
 
 def prefill(stage: Stage, spec: EngineSpec, *, patched: bool) -> Actor:
@@ -70,7 +64,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(lab: Lab) -> Iterator[Scene]:
-    if not states_holds(lab.release):
+    if not FACTS[lab.release].listens_in_scheduler:
         pytest.skip("<= 0.11.0 P cannot say where its tables are")
     with Stage(lab) as stage:
         actors = {
@@ -242,11 +236,6 @@ def test_a_word_that_cannot_be_read_proves_nothing_and_turns_no_check_off(
     scene.decode.must_fail(prompt)
 
 
-def has_policy(release: str) -> bool:
-    """From 0.13 the operator says what becomes of a load that fails; before it is computed."""
-    return Version(release) >= Version("0.13")
-
-
 def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
     """A load that fails: P lets go of its blocks, or dies."""
     actor = prefill(stage, spec, patched=True)
@@ -286,16 +275,14 @@ _FAILED = {
 _KINDS = ["like", "unlike", "2 ranks"]
 
 
-@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+@pytest.mark.on(since="0.13")  # else: all loads that fail are computed, or none
 @pytest.mark.parametrize(
     ("name", "kind"),
     dict.fromkeys([*(("by default", kind) for kind in _KINDS), *in_turns(_FAILED, _KINDS)]),
 )
-def test_d_computes_what_a_check_fails(stage: Stage, lab: Lab, kind: str, name: str) -> None:
+def test_d_computes_what_a_check_fails(stage: Stage, kind: str, name: str) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
     how, cause, is_computed = _FAILED[name]
-    if not has_policy(lab.release):
-        pytest.skip("this release computes all loads that fail")
     ranks = 2 if kind == "2 ranks" else 1
     settings = (("KVPATCH_ON_FAILED_CHECK", how),) if how else ()
     spec = replace(SPEC, tp_size=ranks)
