@@ -169,6 +169,10 @@ class EngineSpec:
         if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
 
+    def on(self) -> EngineSpec:
+        """The same engine with kvpatch."""
+        return replace(self, patched=True)
+
     @property
     def is_tiled(self) -> bool:
         """Whether the CPU backend has keys and values in tiles."""

@@ -37,7 +37,7 @@ from .compare import (
     slots,
 )
 from .core import CoreScheduler
-from .engine_api import Checked, Start
+from .engine_api import Ask, Checked, Prompt, Start
 from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
@@ -302,30 +302,25 @@ class Engine:
 
     # -- one request's life ------------------------------------------------
 
-    def prefill(self, prompts: Sequence[tuple[str, int]]) -> list[str]:
-        """Computes prompts on P; returns what the proxy carries, as JSON."""
-        for number, (request_id, tokens) in enumerate(prompts):
-            self.tracked.append(self.scheduler.prefill(number, request_id, tokens))
-        self._compute()
-        answers = [json.dumps(self.scheduler.finish(t)) for t in self.tracked]
-        self._step()
-        return answers
-
     def _compute(self) -> None:
         """Runs the model, if filling the blocks of the tokens it is given is that."""
         while computation := self.scheduler.compute():
             self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
-    def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
-        """Loads prompts on D until all are there; returns the tokens loaded."""
-        for number, (request_id, tokens, hit, answer) in enumerate(prompts):
-            params = json.loads(answer) or {}
+    def decode(self, asks: Sequence[tuple[Ask, int]], seconds: float) -> int:
+        """Loads prompts on D until all are there; returns the tokens loaded.
+
+        Args:
+            asks: each with as many tokens as D's own prefix cache has of it.
+        """
+        for ask, hit in asks:
+            prompt, params = ask.prompt, json.loads(ask.answer) or {}
             if not params:
-                raise Unfinished(f"P gave no transfer parameters for {request_id}")
+                raise Unfinished(f"P gave no transfer parameters for {prompt.name}")
             if isinstance(self.scheduler, CoreScheduler):
-                self._serve_alone(self.scheduler, number, request_id, hit)
-            tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
+                self._serve_alone(self.scheduler, prompt, hit)
+            tracked = self.scheduler.decode(prompt.number, prompt.name, prompt.tokens, hit, params)
             self.tracked.append(tracked)
             self._map(tracked)
             if os.environ.get(UNMAPPED):
@@ -337,14 +332,12 @@ class Engine:
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
 
-    def _serve_alone(
-        self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int
-    ) -> None:
+    def _serve_alone(self, scheduler: CoreScheduler, prompt: Prompt, tokens: int) -> None:
         """Has D compute a prompt's beginning itself, which its prefix cache then holds."""
         if not tokens:
             return
         # A hit leaves one token to compute at least.
-        scheduler.seed(number, f"{request_id}-before", tokens + 1)
+        scheduler.seed(prompt.number, f"{prompt.name}-before", tokens + 1)
         self._compute()
         self._step()
 
@@ -354,20 +347,6 @@ class Engine:
         while time.monotonic() < end:
             self._step()
             time.sleep(_POLL_SECONDS)
-
-    def told(self, seconds: float) -> set[str]:
-        """Steps P and returns the requests that it has heard were read."""
-        end = time.monotonic() + seconds
-        finished: set[str] = set()
-        while True:
-            sent, _, _ = self._finished()
-            for rank, done in enumerate(sent):
-                self.sent[rank] |= done
-            finished = set.intersection(*self.sent)
-            if time.monotonic() > end or len(finished) == len(self.tracked):
-                return finished
-            time.sleep(_POLL_SECONDS)
-            self._step()
 
     def _until_received(self, waiting: set[str], seconds: float) -> None:
         # A rank at a time reports; the engine's aggregator waits for all.
@@ -564,7 +543,8 @@ class Engine:
         wrong, total = compared(found)
         stray = self._stray_bytes() if self.before else 0
         noticed = self._spoilt(found) if spoils and found and not (wrong or stray) else {}
-        return Checked(wrong, total, stray, noticed)
+        counts = self.descriptors, self.registrations, self.prepared
+        return Checked(wrong, total, stray, *counts, noticed=noticed)
 
     def _spoilt(self, found: Sequence[Element]) -> dict[str, int]:
         """The negative controls: the elements that are wrong then, by the way to spoil a cache."""
@@ -648,9 +628,6 @@ class Engine:
 
     def logged(self) -> list[str]:
         return list(self.log.errors)
-
-    def counts(self) -> tuple[int, int, int]:
-        return self.descriptors, self.registrations, self.prepared
 
     def stop(self) -> None:
         """Shuts both halves down; the caller lets go of the engine and collects.

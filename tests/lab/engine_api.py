@@ -85,7 +85,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Checked:
-    """How far a cache is from what it should hold.
+    """How far a cache is from what it should hold, and what came there how (see `case.Report`).
 
     Attributes:
         stray: bytes written outside the requests' own blocks.
@@ -95,6 +95,9 @@ class Checked:
     wrong: int
     total: int
     stray: int
+    descriptors: int
+    registrations: int
+    prepared: int
     noticed: dict[str, int]
 
 

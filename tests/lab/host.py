@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.releases import cache, kvcached
 from . import far_memory
 from .ancestor import LOG, Ancestor
 from .case import Case, EngineSpec, Report
-from .engine_api import MODELS, Checked, Failure, Fork, Start
+from .engine_api import MODELS, Ask, Checked, Failure, Fork, Prompt, Start
 from .releases import declaring
 from .side_channel import is_listening
 
@@ -251,33 +251,27 @@ class Lab:
             if isinstance(answer, Failure):
                 return _without_answer("registration", answer)
 
-        prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
-        hits = [case.prefix_hit_tokens] * case.n_requests
+        sizes = [(case.prompt_tokens, case.prefix_hit_tokens)] * case.n_requests
         if case.tokens_before:
-            prompts.insert(0, (f"req-{run}-first", case.tokens_before))
-            hits.insert(0, 0)
-        answers = prefill.call("prefill", prompts)
+            sizes.insert(0, (case.tokens_before, 0))
+        prompts = [Prompt(f"req-{run}-{n}", n, tokens) for n, (tokens, _) in enumerate(sizes)]
+        answers = prefill.call("compute", prompts)
         if isinstance(answers, Failure):
             return _without_answer("prefill", answers)
-        wanted = [
-            (*prompt, hit, answer)
-            for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
-        ]
-        moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
+        asks = [Ask(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        hits = [hit for _, hit in sizes]
+        moved = decode.call("decode", list(zip(asks, hits, strict=True)), _TRANSFER_SECONDS)
         if isinstance(moved, Failure):
             return _without_answer("transfer", moved)
         computed = [error for error in decode.call("logged") if _COMPUTED in error]
         if computed:  # P keeps its blocks until their time is over
             return Report("refused", computed[0])
-        prefill.call("told", _SETTLE_SECONDS)
         found = decode.call("check", True)
         # What is wrong is that, whether P hears that it was read or not.
         is_wrong = isinstance(found, Checked) and found.wrong
-        names = [name for name, _ in prompts]
-        untold = set() if is_wrong else self._untold(prefill, decode, names, answers)
+        untold = set() if is_wrong else self._untold(prefill, decode, asks)
         held = prefill.call("check", False)
-        counts = decode.call("counts")
-        for answer in (held, found, counts):
+        for answer in (held, found):
             if isinstance(answer, Failure):
                 return _without_answer("comparison", answer)
         report = Report(
@@ -286,9 +280,9 @@ class Lab:
             total_elements=found.total,
             moved_tokens=moved,
             stray_bytes=found.stray,
-            descriptors=counts[0],
-            registrations=counts[1],
-            prepared=counts[2],
+            descriptors=found.descriptors,
+            registrations=found.registrations,
+            prepared=found.prepared,
             noticed=found.noticed,
         )
         missed = [name for name, wrong in found.noticed.items() if not wrong]
@@ -301,18 +295,12 @@ class Lab:
             return replace(report, outcome="failed", detail=detail)
         return report
 
-    def _untold(
-        self, prefill: Engine, decode: Engine, request_ids: list[str], answers: list[str]
-    ) -> set[str]:
+    def _untold(self, prefill: Engine, decode: Engine, asks: Sequence[Ask]) -> set[str]:
         """The requests whose blocks P keeps though they were read."""
-        kept = {
-            request_id
-            for request_id, answer in zip(request_ids, answers, strict=True)
-            if '"remote_block_ids": []' not in answer
-        }
+        kept = {ask.prompt.name for ask in asks if '"remote_block_ids": []' not in ask.answer}
         end = time.monotonic() + _NOTIFICATION_SECONDS
         while kept and time.monotonic() < end:
-            kept -= prefill.call("told", _SETTLE_SECONDS)
+            kept -= prefill.call("heard", _SETTLE_SECONDS, sorted(kept))
             if kept:
                 # A full local hit is only a notification, sent some step after the
                 # handshake: D must go on stepping too.

@@ -98,7 +98,6 @@ def test_blocks_are_kept_until_the_read_is_over(stage: Stage) -> None:
 
 @pytest.mark.on(before="0.16")  # else: a request that ends while it is loaded keeps its blocks
 def test_stock_hands_them_out_at_once(stage: Stage) -> None:
-    """What is mended here, and that the test sees it."""
     pair = _pair(stage, patched=False)
 
     prompt, _ = pair.ask_and_hang_up()

@@ -205,7 +205,6 @@ def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:
 
 @pytest.mark.on(before="0.14")  # NIXL's errors are not caught, or their own report ends D
 def test_stock_dies_with_its_peer(stage: Stage) -> None:
-    """What is mended here, and that the test sees it."""
     mortal, decode = stage.prefill(SPEC), stage.decode(SPEC, patched=False)
     introduce(decode, stage.prompts(1, TOKENS), mortal)
     prompt = stage.prompt(TOKENS)
@@ -462,7 +461,6 @@ def test_a_load_of_several_groups_is_computed_again(stage: Stage) -> None:
 @_GROUPS
 @pytest.mark.on(before="0.30")
 def test_stock_calls_a_load_of_several_groups_received(stage: Stage) -> None:
-    """What is mended here, and that the test sees it."""
     decode = stage.decode(_P, patched=False)
 
     prompt, _ = _lose(stage, decode, _P)

@@ -223,12 +223,11 @@ class Scene:
 
     def work(self, prompts: Sequence[Prompt]) -> list[Ask]:
         """What P can answer by now."""
-        answers = self.prefill.call("work")
-        return [Ask(p, answers[p.name]) for p in prompts if p.name in answers]
+        return self.answered(prompts, "work")
 
-    def answered(self, prompts: Sequence[Prompt]) -> list[Ask]:
+    def answered(self, prompts: Sequence[Prompt], how: str = "answers") -> list[Ask]:
         """What P has answered since the last time."""
-        answers = self.prefill.call("answers")
+        answers = self.prefill.call(how)
         return [Ask(p, answers[p.name]) for p in prompts if p.name in answers]
 
     def host_blocks(self) -> dict[str, int]:

@@ -42,7 +42,7 @@ def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> 
 
 
 def test_a_prefix_hit_and_several_requests(lab: Lab) -> None:
-    rows = _on(spec("flash", LAYOUTS["contiguous"]))
+    rows = spec("flash", LAYOUTS["contiguous"]).on()
     wanted = Case("hit", rows, replace(rows, tensor_blocks=52), 100, 32, n_requests=3)
 
     lab.run(wanted).must_be("identical", moved=tokens_to_move(wanted, lab.release))
@@ -104,10 +104,6 @@ def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) ->
 # --- rows of all layers --------------------------------------------------------------
 
 
-def _on(engine: EngineSpec) -> EngineSpec:
-    return replace(engine, patched=True)
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(
     ("family", "layout"), [("flash", "HND"), ("flashinfer", "NHD"), ("mla", "NHD")]
@@ -127,7 +123,7 @@ def test_a_stock_d_refuses_rows(lab: Lab, family: Family, layout: str, layers: i
 @pytest.mark.parametrize("rows_on", ["P", "D"])
 def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
     """Tensors that are laid out as kvcached's: its own are no halves from 0.29 on."""
-    rows, halves = _on(_ROWS), _on(_HALVES)
+    rows, halves = _ROWS.on(), _HALVES.on()
     wanted = Case("both", *((rows, halves) if rows_on == "P" else (halves, rows)), 107)
 
     report = lab.run(wanted)
@@ -201,7 +197,7 @@ def test_without_a_patch_that_does_its_part_it_stays_and_kvpatch_refuses(lab: La
 
 
 def _with(layout: str, *settings: tuple[str, str]) -> EngineSpec:
-    return replace(_on(spec("flash", LAYOUTS[layout])), settings=settings)
+    return replace(spec("flash", LAYOUTS[layout]).on(), settings=settings)
 
 
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:

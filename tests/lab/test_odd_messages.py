@@ -58,7 +58,6 @@ def test_a_rank_that_there_is_not_is_answered_with_nothing(stage: Stage, lab: La
 
 
 def test_they_end_stocks_listener(stage: Stage, lab: Lab) -> None:
-    """What is mended here, and that the tests see it."""
     prefill = stage.prefill(SPEC)
     good = question(lab.release, 0)
     assert ask_patiently(prefill.port, b"", good) is not None

@@ -15,10 +15,6 @@ _SPEC = EngineSpec(planned_blocks=24, layers=3)
 _OWN = ("pool", "padded", "uneven")
 
 
-def _on(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, patched=True)
-
-
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
     return lab.run(Case("odd", prefill, decode, prompt_tokens=320))
 
@@ -31,7 +27,7 @@ def test_blocks_that_lie_elsewhere(lab: Lab, family: Family, allocation: Allocat
     spec = replace(_SPEC, family=family, allocation=allocation)
     stock = _run(lab, spec, spec)
 
-    report = _run(lab, _on(spec), _on(spec))
+    report = _run(lab, spec.on(), spec.on())
 
     if stock.outcome == "identical":  # what the release gets right is left to it
         report.must_be("identical")
@@ -49,7 +45,7 @@ def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
     if lab.release in ("0.24.0", "0.25.1"):  # the negative control
         stock.must_be("identical" if family == "mla" else "corrupt")
 
-    _run(lab, _on(spec), _on(spec)).must_be(
+    _run(lab, spec.on(), spec.on()).must_be(
         "identical" if stock.outcome == "identical" else "refused"
     )
 
@@ -61,9 +57,9 @@ def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     _run(lab, turned, turned).must_be("identical")
     _run(lab, turned, _SPEC).must_be("corrupt")
 
-    _run(lab, _on(turned), _on(turned)).must_be("identical")
-    _run(lab, _on(turned), _on(_SPEC)).must_be("identical")
-    _run(lab, _SPEC, _on(turned)).must_be("refused", "allocator")
+    _run(lab, turned.on(), turned.on()).must_be("identical")
+    _run(lab, turned.on(), _SPEC.on()).must_be("identical")
+    _run(lab, _SPEC, turned.on()).must_be("refused", "allocator")
 
 
 # 0.11.0's connector does not know Triton's shape, and stock fails over it.
@@ -73,7 +69,7 @@ def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: 
     """Triton's tensors are NHD <= 0.17, and its handshake says HND: heads were read for tokens."""
     spec = replace(_SPEC, family="triton")
 
-    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d))).must_be(
+    report = _run(lab, replace(spec, block_tokens=p), replace(spec, block_tokens=d).on()).must_be(
         "identical"
     )
     assert report.moved_tokens > 0, report
