@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -48,6 +46,7 @@ class Player(Engine):
         super().__init__(*arguments)
         staging_pool._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         WAITED.seconds = 0.0  # the process may have been another engine before
+        self.digests = digest_faults.DigestFaults(self)
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}
@@ -130,10 +129,6 @@ class Player(Engine):
         for array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
 
-    def make_digests(self, name: str) -> str:
-        """Waits until P's ranks have written a request's digests down: ``made``, or ``none``."""
-        return digest_faults.made(self._inner_workers(), name)
-
     def digest_while_computing(self, first: Prompt, second: Prompt) -> str:
         """Answers a prompt in the step before the model computes another, as long as that takes.
 
@@ -149,7 +144,7 @@ class Player(Engine):
         write, found = self._write, []
 
         def computed(*of: Any) -> None:
-            found.append(digest_faults.made(self._inner_workers(), first.name))
+            found.append(self.digests.made(first.name))
             write(*of)
 
         self._write = computed  # type: ignore[method-assign]
@@ -159,17 +154,9 @@ class Player(Engine):
             self._write = write  # type: ignore[method-assign]
         return ", ".join(found)
 
-    def keep_from_digests(self, are_kept: bool) -> None:  # noqa: FBT001
-        """From now on none is made, or again."""
-        digest_faults.keep_from(are_kept=are_kept)
-
     def reorder_in_python(self) -> None:
         """STAND-IN: the operation by which the release reorders loads for a CPU."""
         standins.column_operation()
-
-    def note_holds(self) -> None:
-        """Keeps in mind which words stand, for :meth:`make_digests` once they do not."""
-        digest_faults.note_holds(self._inner_workers())
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Takes prompts that the release's own scheduler computes when it can."""
@@ -356,10 +343,6 @@ class Player(Engine):
         for message in messages:
             worker.nixl_wrapper.send_notif(name, notif_msg=message)
 
-    def checked(self) -> dict[str, int]:
-        """Loads by what their digests have said of them, over all ranks."""
-        return digest_faults.counts(self._inner_workers())
-
     def ask_spoilt(self, asks: Sequence[Ask], how: str, reads: int) -> int:
         """As `ask`, of a load that goes wrong once so many reads of it are over.
 
@@ -367,16 +350,8 @@ class Player(Engine):
             how: ``flip``, ``swap`` or ``layer``.
         """
         name, fault = asks[0].prompt.name, digest_faults.FAULTS[how]
-        digest_faults.after_reads(reads, lambda: fault(self, self._by_name[name]))
+        self.digests.after_reads(reads, lambda: fault(self, self._by_name[name]))
         return self.ask(asks)
-
-    def ask_first(self, asks: bool) -> None:  # noqa: FBT001
-        """Whether every read asks for P's word before it begins."""
-        digest_faults.ask_first(asks=asks)
-
-    def stop_before_word(self, pid: int) -> None:
-        """Has P's process stopped when all of the next read has come, and its word has not."""
-        digest_faults.before_word(lambda: os.kill(pid, signal.SIGSTOP))
 
     def _inner_workers(self) -> list[Any]:
         return [release.nixl_of(worker).connector_worker for worker in self.workers]

@@ -109,7 +109,7 @@ class Scene:
     def fail_handed_on(self) -> None:
         """A fresh prompt, whose blocks P writes to once it has its digests: its load fails."""
         prompt, ask = self.fresh()
-        assert self.prefill.call("make_digests", prompt.name) == "made"
+        assert self.prefill.call("digests.made", prompt.name) == "made"
         self.prefill.call("hand_on", prompt.name)
         self.decode.ask(ask)
         self.decode.must_fail(prompt)
@@ -117,7 +117,7 @@ class Scene:
     def ask_spoilt(self, how: str, reads: int) -> Prompt:
         """A fresh prompt, of which wrong bytes come once it has been read."""
         prompt, ask = self.fresh()
-        assert self.prefill.call("make_digests", prompt.name) == "made"
+        assert self.prefill.call("digests.made", prompt.name) == "made"
         self.decode.call("ask_spoilt", [ask], how, reads)
         return prompt
 
@@ -126,7 +126,7 @@ class Scene:
         found = {"partly": 0, **found}
         end = time.monotonic() + _SECONDS  # a load that fails on one rank goes on at the other
         while True:
-            now = self.decode.call("checked")
+            now = self.decode.call("digests.counts")
             since = {name: now[name] - self.counted[name] for name in now}
             if since == found or time.monotonic() > end:
                 self.counted = now
@@ -149,7 +149,7 @@ def scene(
     )
     d = stage.start(decode)
     introduce(d, [stage.prompt(tokens)], p)
-    return Scene(stage, lab, p, d, d.call("checked"), tokens)
+    return Scene(stage, lab, p, d, d.call("digests.counts"), tokens)
 
 
 def times(counts: dict[str, int], ranks: int) -> dict[str, int]:
@@ -330,13 +330,13 @@ def test_loads_without_a_digest_are_counted_as_such(
         prefill = replace(prefill, settings=(("KVPATCH_DIGEST", "off"),))
     found = scene(lab, stage, prefill, decode)
     if why == "P is late":
-        found.prefill.call("keep_from_digests", True)
+        found.prefill.call("digests.keep_from", True)
     prompt, ask = found.fresh()
     answer = json.loads(ask.answer)
     assert (FIELD in answer) == (why != "P has them off")
     if why == "a proxy leaves it out":
         del answer[FIELD]
-    found.counted = found.decode.call("checked")
+    found.counted = found.decode.call("digests.counts")
 
     found.decode.ask(replace(ask, answer=json.dumps(answer)))
 
@@ -344,7 +344,7 @@ def test_loads_without_a_digest_are_counted_as_such(
     assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
     found.assert_counted(**UNCHECKED)
     if why == "P is late":
-        found.prefill.call("keep_from_digests", False)
+        found.prefill.call("digests.keep_from", False)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
@@ -370,15 +370,15 @@ def test_loads_through_a_host_buffer_are_counted_as_not_checked(
 def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     """P's lease runs out, and its blocks are another request's, before it has digested them."""
     found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
-    found.prefill.call("keep_from_digests", True)
+    found.prefill.call("digests.keep_from", True)
     prompt, ask = found.fresh()
-    found.prefill.call("note_holds")
+    found.prefill.call("digests.note_holds")
     time.sleep(_SHORT_SECONDS + 0.1)
     assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
     found.prefill.call("hand_on", prompt.name)
-    found.prefill.call("keep_from_digests", False)
+    found.prefill.call("digests.keep_from", False)
 
-    assert found.prefill.call("make_digests", prompt.name) == "none"
+    assert found.prefill.call("digests.made", prompt.name) == "none"
 
     found.decode.ask(ask)
     found.decode.must_fail(prompt)
@@ -408,7 +408,7 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
     p, d = (replace(_STATES, tp_size=size) for size in ranks)
     found = scene(lab, stage, p, replace(d, block_tokens=tokens))
     found.load_rightly()  # before 0.20 what introduced P may be loaded only now
-    found.counted = found.decode.call("checked")
+    found.counted = found.decode.call("digests.counts")
     return found
 
 
@@ -461,7 +461,7 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage
     found.prefill.call("part_copies")
     for _ in range(3):
         prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
+        assert found.prefill.call("digests.made", prompt.name) == "made"
         found.decode.ask(ask)
         found.decode.must_receive(prompt)
-    assert found.decode.call("checked")["alarm"] == 0
+    assert found.decode.call("digests.counts")["alarm"] == 0

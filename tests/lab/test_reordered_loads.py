@@ -52,7 +52,7 @@ class Scene:
         return self.decode.wrong(prompt)
 
     def checked(self) -> dict[str, int]:
-        counts: dict[str, int] = self.decode.call("checked")
+        counts: dict[str, int] = self.decode.call("digests.counts")
         return counts
 
 
