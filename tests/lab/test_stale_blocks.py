@@ -53,6 +53,13 @@ class Scene:
         (ask,) = actor.compute(prompt)
         return prompt, ask
 
+    def serve(self, actor: Actor) -> Prompt:
+        """A fresh prompt, which D has loaded as P had it."""
+        prompt, ask = self.fresh(actor)
+        self.decode.ask(ask)
+        assert_identical(self.decode, [prompt], loaded(prompt, self.release))
+        return prompt
+
     def stale(self, actor: Actor) -> tuple[Prompt, Ask]:
         """A prompt whose blocks another request has got since."""
         prompt, ask = self.fresh(actor)
@@ -81,17 +88,13 @@ def scene(lab: Lab) -> Iterator[Scene]:
 def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) -> None:
     """The load fails; good ones before and after it are identical."""
     actor = scene.prefill[kind, True]
-    before, ask_before = scene.fresh(actor)
-    scene.decode.ask(ask_before)
-    assert_identical(scene.decode, [before], loaded(before, scene.release))
+    before = scene.serve(actor)
     prompt, ask = scene.stale(actor)
 
     scene.decode.ask(ask)
 
     scene.decode.must_fail(prompt)
-    after, ask_after = scene.fresh(actor)
-    scene.decode.ask(ask_after)
-    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    after = scene.serve(actor)
     assert actor.heard([before, after]) == names([before, after])
 
 
@@ -130,9 +133,7 @@ def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None
     prompt, ask = scene.stale(like)
     decode.ask(ask)
     decode.must_fail(prompt)
-    before, ask = scene.fresh(like)
-    decode.ask(ask)
-    assert_identical(decode, [before], loaded(before, lab.release))
+    scene.serve(like)
     ours = ("kvpatch-reads", "kvpatch-copies")
     assert not [name for name in decode.call("threads") if name.startswith(ours)]
 
@@ -213,9 +214,7 @@ def test_a_word_at_a_forged_address_fails_its_own_load(
     forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
     scene.decode.ask(replace(ask, answer=json.dumps(forged)))
     scene.decode.must_fail(prompt)
-    after, ask_after = scene.fresh(actor)
-    scene.decode.ask(ask_after)
-    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    scene.serve(actor)
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
