@@ -581,12 +581,12 @@ class Engine:
             return
         for layer in range(min(2, self.spec.layers)):
             yield f"layer {layer} left out", partial(self._undo_layer, layer)
-        states = {self.spec.kind_of(n): n for n in reversed(range(self.spec.layers))}
-        for number in states.values():
-            if self.spec.is_state(number):
-                arrays = [caches.layers[number].planes[0] for caches in self.caches]
-                faults = self.spec.states_of(number).faults(arrays, self._loaded(number))
-                yield from ((f"layer {number}: {name}", spoil) for name, spoil in faults)
+        states = [n for n in range(self.spec.layers) if self.spec.is_state(n)]
+        firsts = {self.spec.kind_of(n): n for n in reversed(states)}
+        for number in firsts.values():
+            arrays = [caches.layers[number].planes[0] for caches in self.caches]
+            faults = self.spec.states_of(number).faults(arrays, self._loaded(number))
+            yield from ((f"layer {number}: {name}", spoil) for name, spoil in faults)
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""
