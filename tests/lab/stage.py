@@ -100,7 +100,8 @@ class Actor:
     def must_hold(self, *prompts: Prompt) -> None:
         """Asserts that each is received, and that the cache holds what P had."""
         self.must_receive(*prompts)
-        assert self.wrong(*prompts)[0] == 0
+        wrong, total = self.wrong(*prompts)
+        assert (wrong, total > 0) == (0, True)
 
     def must_fail(self, *prompts: Prompt) -> None:
         """Asserts that the load of each fails."""
@@ -256,9 +257,7 @@ class Stage:
         """Has D load a new prompt of P's, as P had it."""
         prompt = self.prompt(tokens)
         decode.ask(*prefill.compute(prompt))
-        decode.must_receive(prompt)
-        wrong, total = decode.wrong(prompt)
-        assert (wrong, total > 0) == (0, True)
+        decode.must_hold(prompt)
         return prompt
 
     def _start(

@@ -213,8 +213,7 @@ class Scene:
         prompts = [ask.prompt for ask in asks]
         tokens = self.decode.ask(*asks)
         assert tokens == sum(loaded(prompt, self.release) for prompt in prompts)
-        seen = self.decode.watch(*prompts)
-        assert seen.received == {prompt.name for prompt in prompts}, seen
+        self.decode.must_receive(*prompts)
         wrong, total = self.decode.wrong(*prompts)
         assert total == tokens * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim
         assert wrong == 0

@@ -129,8 +129,7 @@ def test_nothing_of_kvcacheds_is_registered(stage: Stage, layout: str) -> None:
     prefill.call("begin", prompts)
     answers = prefill.call("work")
     decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
-    assert not decode.watch(*prompts).waiting
-    assert decode.wrong(*prompts)[0] == 0
+    decode.must_hold(*prompts)
 
     for actor in (prefill, decode):
         regions, of_kvcacheds = actor.call("exposed")
