@@ -140,8 +140,8 @@ def page(found: Sequence[Cell]) -> str:
         "|---|" + "---|" * len(KINDS),
     ]
     rows = {release: _row(release, found) for release in releases}
-    for first, last in _runs(releases, lambda a, b: rows[a] == rows[b]):
-        lines.append(f"| {_span(first, last)} | {rows[first]} |")
+    for first, span in spans_of(releases, lambda a, b: rows[a] == rows[b]):
+        lines.append(f"| {span} | {rows[first]} |")
     lines += ["", "## What stock corrupts", "", "| pair | releases |", "|---|---|"]
     lines += _pairs(cell for cell in found if cell.stock == "corrupt")
     lines += ["", "## What kvpatch does not serve", "", "| pair | releases |", "|---|---|"]
@@ -165,10 +165,10 @@ def page(found: Sequence[Cell]) -> str:
 
 def _played(releases: Sequence[str]) -> Iterator[str]:
     """When the rows were played: releases of one run share a row."""
-    runs = known_runs()
-    for first, last in _runs(releases, lambda a, b: runs.get(a) == runs.get(b)):
-        if first in runs:
-            yield f"| {_span(first, last)} | {runs[first].date} | {runs[first].commit} |"
+    played = known_runs()
+    for first, span in spans_of(releases, lambda a, b: played.get(a) == played.get(b)):
+        if first in played:
+            yield f"| {span} | {played[first].date} | {played[first].commit} |"
 
 
 def _sum_row(name: str, counts: Counter[Outcome]) -> str:
@@ -205,28 +205,24 @@ def _pairs(cells: Iterable[Cell], *, say_outcome: bool = False) -> list[str]:
     rows = []
     for (case, outcome), releases in outcomes.items():
         said = {"": "", "failed": "not completed: "}.get(outcome, f"{outcome}: ")
-        spans = _runs([r for r in RELEASES if r in releases], _are_neighbours)
-        rows.append(f"| {case} | {said}{', '.join(_span(*span) for span in spans)} |")
+        spans = spans_of([r for r in RELEASES if r in releases], are_neighbours)
+        rows.append(f"| {case} | {said}{', '.join(span for _, span in spans)} |")
     return rows
 
 
-def _runs(
+def spans_of(
     releases: Sequence[str], together: Callable[[str, str], bool]
 ) -> Iterator[tuple[str, str]]:
-    """First and last of the runs of releases of which each goes together with the next."""
+    """Releases of which each goes together with the next: the first of them, and their name."""
     first = 0
     for end in range(1, len(releases) + 1):
         if end == len(releases) or not together(releases[end - 1], releases[end]):
-            yield releases[first], releases[end - 1]
+            yield releases[first], " to ".join(dict.fromkeys((releases[first], releases[end - 1])))
             first = end
 
 
-def _are_neighbours(release: str, other: str) -> bool:
+def are_neighbours(release: str, other: str) -> bool:
     return RELEASES.index(release) + 1 == RELEASES.index(other)
-
-
-def _span(first: str, last: str) -> str:
-    return first if first == last else f"{first} to {last}"
 
 
 # -- what a page is made from ----------------------------------------------------
