@@ -108,6 +108,12 @@ class Actor:
         seen = self.watch(*prompts)
         assert seen.failed == {prompt.name for prompt in prompts}, seen
 
+    def must_log(self, prompt: Prompt, words: str) -> None:
+        """Steps until an error with these words is logged, and asserts that one is."""
+        end = time.monotonic() + _WATCH_SECONDS
+        while not any(words in line for line in self.watch(prompt, seconds=0.1).logged):
+            assert time.monotonic() < end, f"{words!r} was not logged"
+
     def finish(self, prompt: Prompt) -> str:
         """Steps until D has answered a prompt, some steps at most; what has become of it."""
         for _ in range(_MOST_STEPS):

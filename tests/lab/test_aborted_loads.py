@@ -130,9 +130,7 @@ def test_a_load_that_failed_before_its_client_gave_up(stage: Stage) -> None:
     pair.prefill.hold()
     pair.decode.ask(*asks)
     pair.prefill.die()
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(prompt.name in line for line in pair.decode.watch(prompt, seconds=0.1).logged):
-        assert time.monotonic() < end
+    pair.decode.must_log(prompt, prompt.name)
     before = pair.free_now()
     pair.decode.call("hang_up", prompt.name)
     pair.settle(prompt)

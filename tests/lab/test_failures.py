@@ -105,13 +105,6 @@ def assert_failed_alone(
     return seen
 
 
-def watch_for(decode: Actor, prompt: Prompt, message: str) -> None:
-    """Steps until D has logged an error with `message`."""
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(message in line for line in decode.watch(prompt, seconds=0.1).logged):
-        assert time.monotonic() < end, f"{message!r} was not logged"
-
-
 def untouched(decode: Actor, prompts: Sequence[Prompt]) -> bool:
     """Whether no token of P's came; the rest of a last block is zeroed before."""
     wrong, total = decode.wrong(*prompts)
@@ -232,7 +225,7 @@ def test_death_before(stage: Stage, lab: Lab, is_known: bool) -> None:
     decode.ask(*asks)
 
     if not (is_known or reports_failures(lab.release)):
-        watch_for(decode, lost, "nobody answers at")
+        decode.must_log(lost, "nobody answers at")
     assert_failed_alone(decode, lab.release, [lost], [kept])
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, survivor, decode)
@@ -266,9 +259,7 @@ def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab
     decode.call("retry", Ask(retry, ask.answer))
     assert decode.watch(retry, seconds=0.0).waiting == {retry.name}
     prefill.die()
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(retry.name in line for line in decode.watch(retry, seconds=0.1).logged):
-        assert time.monotonic() < end
+    decode.must_log(retry, retry.name)
 
     seen = decode.watch(retry, seconds=1.0)
     assert seen.waiting == {retry.name}, "its client waits, and nothing was read"
@@ -367,7 +358,7 @@ def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
 
     with held(readable):
         decode.ask(*asks)
-        watch_for(decode, refused, "cannot be read")
+        decode.must_log(refused, "cannot be read")
         assert_failed_alone(decode, lab.release, [refused])
 
     assert_identical(decode, [kept], loaded(kept, lab.release))
