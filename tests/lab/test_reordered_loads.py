@@ -12,6 +12,7 @@ from .case import EngineSpec
 from .host import Lab
 from .releases import registers_cpu_caches
 from .stage import Actor, Raised, Stage
+from .test_load_digests import spec
 from .test_several_peers import SPEC, assert_identical, introduce
 
 pytestmark = [
@@ -23,14 +24,6 @@ pytestmark = [
 TOKENS = 150
 #: Their backends differ, and so do their hashes.
 ANYONE: Mapping[str, object] = MappingProxyType({"enforce_handshake_compat": False})
-DIGESTS = (("KVPATCH_DIGEST", "all"),)
-
-
-def spec(**more: object) -> EngineSpec:
-    more = {"settings": (*SPEC.settings, *DIGESTS), "patched": True, **more}
-    return replace(SPEC, **more)  # type: ignore[arg-type]
-
-
 CPU = spec(family="cpu")
 
 
