@@ -20,6 +20,7 @@ from .releases import has_tpus
 from .selection import in_turns
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
+from .test_state_ranks import _spec as of_states
 
 pytestmark = [
     pytest.mark.lab,
@@ -378,20 +379,7 @@ def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     found.decode.must_fail(prompt)
 
 
-_STATES = replace(
-    EngineSpec(
-        layout="HND",
-        block_tokens=64,
-        planned_blocks=48,
-        layers=4,
-        kv_heads=4,
-        head_dim=32,
-        has_state=True,
-        state_kind="mamba2",
-    ),
-    settings=(("KVPATCH_DIGEST", "all"),),
-    patched=True,
-)
+_STATES = replace(of_states(1, "mamba2", 64), settings=(("KVPATCH_DIGEST", "all"),), patched=True)
 
 
 def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -> Scene:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import pytest
 
@@ -14,6 +13,7 @@ from .releases import registers_cpu_caches
 from .stage import Actor, Raised, Stage
 from .test_load_digests import spec
 from .test_several_peers import SPEC, assert_identical, introduce
+from .unlike_releases import ANY_HASH
 
 pytestmark = [
     pytest.mark.lab,
@@ -22,8 +22,6 @@ pytestmark = [
 ]
 
 TOKENS = 150
-#: Their backends differ, and so do their hashes.
-ANYONE: Mapping[str, object] = MappingProxyType({"enforce_handshake_compat": False})
 CPU = spec(family="cpu")
 
 
@@ -50,10 +48,10 @@ class Scene:
 
 
 def play(stage: Stage, decode: EngineSpec) -> Scene:
-    d = stage.start(decode, ANYONE)
+    d = stage.start(decode, ANY_HASH)
     d.call("reorder_in_python")
     larger = replace(CPU, block_tokens=2 * CPU.block_tokens)
-    rows, like, more = (stage.start(one, ANYONE) for one in (spec(), CPU, larger))
+    rows, like, more = (stage.start(one, ANY_HASH) for one in (spec(), CPU, larger))
     return Scene(stage, d, rows, like, more)
 
 
