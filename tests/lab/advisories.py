@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from tests.releases.fetch import fetch
 from .engine_api import Ask
 from .host import Lab
 from .stage import Raised, Stage
+from .table import are_neighbours, spans_of
 from .test_several_peers import SPEC
 from .test_transfer_params import ENDS, OWN, TOKENS, Pair, changed
 
@@ -128,14 +128,12 @@ def _releases_of(named: str) -> Iterable[str]:
 
 def keep(found: dict[str, Row]) -> None:
     """Writes docs/data: neighbours of which the same is so in one row."""
-    rows = []
-    ordered = [(number, r) for number, r in enumerate(RELEASES) if r in found]
     # A release between them that was not played ends a row.
-    places = {r: number - place for place, (number, r) in enumerate(ordered)}
-    for (row, _), alike in groupby(places, lambda r: (found[r], places[r])):
-        releases = list(alike)
-        named = " to ".join(dict.fromkeys((releases[0], releases[-1])))
-        rows.append((named, *row))
+    spans = spans_of(
+        [release for release in RELEASES if release in found],
+        lambda a, b: found[a] == found[b] and are_neighbours(a, b),
+    )
+    rows = [(span, *found[first]) for first, span in spans]
     write_table(
         DATA,
         "python -m tests.lab.advisories --write",

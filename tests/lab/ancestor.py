@@ -62,30 +62,18 @@ class Ancestor:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvpatch-lab-ancestor-")
 
-    def run(self, variables: Mapping[str, str], folder: Path, module: str) -> str:
-        """What the function ``main`` of a module prints, in a process of its own."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self.fork(variables, folder, theirs.fileno(), module).wait()
-        return (folder / LOG).read_text(errors="replace")
-
-    def fork(
-        self, variables: Mapping[str, str], folder: Path, fd: int, module: str = ""
-    ) -> Process:
+    def fork(self, variables: Mapping[str, str], folder: Path, fd: int) -> Process:
         """Begins a lab's process, which prints to ``import.log`` in its folder.
 
         Args:
             variables: its environment, all of it.
             folder: that it works in.
             fd: its socket, on which it serves.
-            module: whose function ``main`` it runs instead.
         """
         if self._control is None:
             self._control = self._start(variables)
         order = folder / "order.json"
-        order.write_text(
-            json.dumps({"variables": dict(variables), "folder": str(folder), "module": module})
-        )
+        order.write_text(json.dumps({"variables": dict(variables), "folder": str(folder)}))
         socket.send_fds(self._control, [str(order).encode()], [fd])
         answer = self._control.recv(64)
         if not answer:
@@ -153,10 +141,7 @@ def _become_lab(order: Mapping[str, Any], fd: int, names: Path) -> None:
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()
-    if order["module"]:
-        importlib.import_module(order["module"]).main()
-    else:
-        child.main(fd, partial(_write_down, names))
+    child.main(fd, partial(_write_down, names))
 
 
 def _write_down(names: Path) -> None:

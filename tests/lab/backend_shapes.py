@@ -1,13 +1,11 @@
 """What a release's own classes say of the backends that ``kvpatch plan`` knows.
 
-Run in a process of the release (``Ancestor.run``); prints, as JSON, the dimensions of a layer's
-tensor, their order in memory by layout, and the kernel blocks.
+The dimensions of a layer's tensor, their order in memory by layout, and the kernel blocks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,13 +25,9 @@ CLASSES = {
 MAY_BE_MISSING = ("CPU_ATTN", "FLASHMLA", "FLASH_ATTN_MLA")
 
 
-def main() -> None:
-    release.preload()
+def shapes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """In an engine's process."""
     standins.flashinfer_package()
-    print(json.dumps(dict(_shapes())))
-
-
-def _shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, owner, family) in CLASSES.items():
         try:
             found = importlib.import_module(f"vllm.v1.attention.backends.{module}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,7 +29,6 @@ Allocation = Literal[
 #: vLLM's names for where states are kept.
 StateMode = Literal["none", "align", "all"]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
-Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 
 #: Of the longest request of a model with recurrent state.
 STATE_TOKENS = 512
@@ -169,6 +168,10 @@ class EngineSpec:
             raise ValueError(f"blocks of {self.block_tokens} tokens cut into {self.parts}")
         if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
+
+    def on(self) -> EngineSpec:
+        """The same engine with kvpatch."""
+        return replace(self, patched=True)
 
     @property
     def is_tiled(self) -> bool:
@@ -357,7 +360,8 @@ class Report:
 
     identical
         Every element that D should hold is what P held, nothing outside the
-        requests' blocks was written, D reported the transfer done and P was told.
+        requests' blocks was written, D reported the transfer done and P was told. And the same
+        comparison noticed each way in which D's cache was spoilt afterwards: `noticed`.
     corrupt
         The release called it done, and D holds something else.
     refused
@@ -383,6 +387,8 @@ class Report:
     prepared: int = 0
     #: Whether P answers handshakes when all is over, where it is of another release than D.
     listens: bool = True
+    #: Wrong elements once D's cache was spoilt, by the way: negative controls of what is identical.
+    noticed: Mapping[str, int] = field(default_factory=dict, compare=False)
     seconds: float = field(default=0.0, compare=False)
 
     def must_be(self, outcome: Outcome, *says: str, moved: int | None = None) -> Report:

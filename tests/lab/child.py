@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _serve(connection: Connection) -> None:
             if method == "start":
                 engine, result = Player(*arguments), None
             else:
-                result = None if engine is None else getattr(engine, method)(*arguments)
+                result = None if engine is None else attrgetter(method)(engine)(*arguments)
                 if method == "stop":
                     engine, is_left = None, True
                     gc.collect()

@@ -6,12 +6,16 @@ that P and D can each compute them and no second copy has to travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
+#: An array, the blocks and offsets of elements in it, and what is to be there.
+Element = tuple[Array, Array, Array, Array]
+#: A way to spoil a cache, and what does it.
+Fault = tuple[str, Callable[[], None]]
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _MIX = tuple(
@@ -67,3 +71,20 @@ def slots(block_ids: Sequence[int], tokens: range, block_tokens: int) -> tuple[A
     return np.asarray(block_ids, dtype=np.int64)[positions // block_tokens], (
         positions % block_tokens
     )
+
+
+def compared(elements: Iterable[Element]) -> tuple[int, int]:
+    """Wrong elements, and all."""
+    wrong = total = 0
+    for array, block, offset, value in elements:
+        wrong += int(np.count_nonzero(array[block, offset] != value))
+        total += value.size
+    return wrong, total
+
+
+def flip_last_bit(element: Element) -> None:
+    """In the array itself."""
+    array, block, offset, _ = element
+    found = array[block, offset]
+    found.reshape(-1)[-1] ^= 1
+    array[block, offset] = found

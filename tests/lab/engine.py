@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +25,23 @@ from tests.storageless import StoragelessStandIn
 from . import disguise, far_memory, release, standins
 from .caches import UNMAPPED, Caches, build, layer_name
 from .case import MIRRORED, STORAGELESS, XLA
-from .compare import UNSIGNED, Array, expected, numbers_of, slots
+from .compare import (
+    UNSIGNED,
+    Array,
+    Element,
+    Fault,
+    compared,
+    expected,
+    flip_last_bit,
+    numbers_of,
+    slots,
+)
 from .core import CoreScheduler
-from .engine_api import Start
+from .engine_api import Ask, Checked, Prompt, Start
 from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .standstill import is_idle, standstill
-from .states import StateSabotage
 
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
@@ -292,49 +302,42 @@ class Engine:
 
     # -- one request's life ------------------------------------------------
 
-    def prefill(self, prompts: Sequence[tuple[str, int]]) -> list[str]:
-        """Computes prompts on P; returns what the proxy carries, as JSON."""
-        for number, (request_id, tokens) in enumerate(prompts):
-            self.tracked.append(self.scheduler.prefill(number, request_id, tokens))
-        self._compute()
-        answers = [json.dumps(self.scheduler.finish(t)) for t in self.tracked]
-        self._step()
-        return answers
-
     def _compute(self) -> None:
         """Runs the model, if filling the blocks of the tokens it is given is that."""
         while computation := self.scheduler.compute():
             self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
-    def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
-        """Loads prompts on D until all are there; returns the tokens loaded."""
-        for number, (request_id, tokens, hit, answer) in enumerate(prompts):
-            params = json.loads(answer) or {}
+    def decode(self, asks: Sequence[tuple[Ask, int]], seconds: float) -> int:
+        """Loads prompts on D until all are there; returns the tokens loaded.
+
+        Args:
+            asks: each with as many tokens as D's own prefix cache has of it.
+        """
+        for ask, hit in asks:
+            prompt, params = ask.prompt, json.loads(ask.answer) or {}
             if not params:
-                raise Unfinished(f"P gave no transfer parameters for {request_id}")
+                raise Unfinished(f"P gave no transfer parameters for {prompt.name}")
             if isinstance(self.scheduler, CoreScheduler):
-                self._serve_alone(self.scheduler, number, request_id, hit)
-            tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
+                self._serve_alone(self.scheduler, prompt, hit)
+            tracked = self.scheduler.decode(prompt.number, prompt.name, prompt.tokens, hit, params)
             self.tracked.append(tracked)
             self._map(tracked)
             if os.environ.get(UNMAPPED):
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
-        self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+        self.before = self._held()
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
 
-    def _serve_alone(
-        self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int
-    ) -> None:
+    def _serve_alone(self, scheduler: CoreScheduler, prompt: Prompt, tokens: int) -> None:
         """Has D compute a prompt's beginning itself, which its prefix cache then holds."""
         if not tokens:
             return
         # A hit leaves one token to compute at least.
-        scheduler.seed(number, f"{request_id}-before", tokens + 1)
+        scheduler.seed(prompt.number, f"{prompt.name}-before", tokens + 1)
         self._compute()
         self._step()
 
@@ -344,20 +347,6 @@ class Engine:
         while time.monotonic() < end:
             self._step()
             time.sleep(_POLL_SECONDS)
-
-    def told(self, seconds: float) -> set[str]:
-        """Steps P and returns the requests that it has heard were read."""
-        end = time.monotonic() + seconds
-        finished: set[str] = set()
-        while True:
-            sent, _, _ = self._finished()
-            for rank, done in enumerate(sent):
-                self.sent[rank] |= done
-            finished = set.intersection(*self.sent)
-            if time.monotonic() > end or len(finished) == len(self.tracked):
-                return finished
-            time.sleep(_POLL_SECONDS)
-            self._step()
 
     def _until_received(self, waiting: set[str], seconds: float) -> None:
         # A rank at a time reports; the engine's aggregator waits for all.
@@ -444,7 +433,9 @@ class Engine:
 
     # -- contents ----------------------------------------------------------
 
-    def _elements(self, tracked: Tracked, tokens: range, *, seen: bool = False) -> Any:
+    def _elements(
+        self, tracked: Tracked, tokens: range, *, seen: bool = False
+    ) -> Iterator[Element]:
         """Each (plane array, index, expected elements) of a request's `tokens`.
 
         With `seen` only of those that the model will look at again.
@@ -482,9 +473,11 @@ class Engine:
                     )
                     if spec.holds_numbers:
                         value &= numbers_of(spec.item_bytes)
-                    yield number, array, block, offset, value
+                    yield array, block, offset, value
 
-    def _state_elements(self, tracked: Tracked, tokens: range, rank: int, number: int) -> Any:
+    def _state_elements(
+        self, tracked: Tracked, tokens: range, rank: int, number: int
+    ) -> Iterator[Element]:
         """As :meth:`_elements`, of a layer's state behind the last of the tokens."""
         spec = self.spec
         table = tracked.tables[self.groups[number]]
@@ -505,7 +498,7 @@ class Engine:
             value = whole[..., mine[plane]]
             if spec.holds_numbers:
                 value &= numbers_of(spec.state_item_bytes)
-            yield number, array, block, offset, value
+            yield array, block, offset, value
 
     def _map(self, tracked: Tracked) -> None:
         """Has pages behind a request's blocks, where the allocator hands them out late."""
@@ -521,7 +514,7 @@ class Engine:
             return
         self._map(tracked)
         with self._in_host_memory():
-            for _, array, block, offset, value in self._elements(tracked, tokens):
+            for array, block, offset, value in self._elements(tracked, tokens):
                 array[block, offset] = value
 
     @contextmanager
@@ -533,35 +526,67 @@ class Engine:
         for device in self.on_device:
             device.push()
 
-    def check(self, sabotage: str | None) -> tuple[int, int, int]:
-        """Wrong and total elements of all requests, and bytes written elsewhere."""
+    def check(self, spoils: bool) -> Checked:
+        """Compares all requests; what is then spoilt must show, and is put back.
+
+        Args:
+            spoils: whether the cache is spoilt, where it was right.
+        """
         for device in self.on_device:
             device.pull()
-        if sabotage in ("skip_layer", "skip_state"):
-            self._undo_layer(int(sabotage == "skip_state"))
-        if sabotage in get_args(StateSabotage):
-            self._spoil_states(str(sabotage))
-        wrong = total = 0
-        for tracked in self.tracked:
-            tokens = range(tracked.tokens)
-            flip = sabotage == "flip_byte"
-            if not tokens:
-                continue
-            for _, array, block, offset, value in self._elements(tracked, tokens, seen=True):
-                if sabotage == "shift_block":
-                    block = (block + 1) % array.shape[0]
-                found = array[block, offset]
-                if flip:
-                    found.reshape(-1)[-1] ^= 1
-                    flip = False
-                wrong += int(np.count_nonzero(found != value))
-                total += value.size
-        return wrong, total, self._stray_bytes() if self.before and not sabotage else 0
+        found = [
+            element
+            for tracked in self.tracked
+            if tracked.tokens
+            for element in self._elements(tracked, range(tracked.tokens), seen=True)
+        ]
+        wrong, total = compared(found)
+        stray = self._stray_bytes() if self.before else 0
+        noticed = self._spoilt(found) if spoils and found and not (wrong or stray) else {}
+        counts = self.descriptors, self.registrations, self.prepared
+        return Checked(wrong, total, stray, *counts, noticed=noticed)
 
-    def _spoil_states(self, sabotage: str) -> None:
-        number = next(n for n in range(self.spec.layers) if self.spec.is_state(n))
-        arrays = [caches.layers[number].planes[0] for caches in self.caches]
-        self.spec.states_of(number).spoil(arrays, self._loaded(number), sabotage)
+    def _spoilt(self, found: Sequence[Element]) -> dict[str, int]:
+        """The negative controls: the elements that are wrong then, by the way to spoil a cache."""
+        shifted = [
+            (a, (block + 1) % a.shape[0], offset, value) for a, block, offset, value in found
+        ]
+        noticed = {"shifted by a block": compared(shifted)[0]}
+        for name, spoil in self._faults(found):
+            with self._put_back():
+                spoil()
+                noticed[name] = compared(found)[0]
+        return noticed
+
+    def _held(self) -> list[list[Array]]:
+        """A copy of all memory, by rank."""
+        return [[memory.copy() for memory in caches.memory] for caches in self.caches]
+
+    def _put(self, held: Sequence[Sequence[Array]]) -> None:
+        for caches, copies in zip(self.caches, held, strict=True):
+            for memory, copy in zip(caches.memory, copies, strict=True):
+                memory[:] = copy
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """What is done to the caches inside is undone."""
+        held = self._held()
+        yield
+        self._put(held)
+
+    def _faults(self, found: Sequence[Element]) -> Iterator[Fault]:
+        """What spoils this cache, of what was loaded; the first two layers may be of two kinds."""
+        yield "a flipped bit", partial(flip_last_bit, found[-1])
+        if not any(tracked.external_tokens for tracked in self.tracked):
+            return
+        for layer in range(min(2, self.spec.layers)):
+            yield f"layer {layer} left out", partial(self._undo_layer, layer)
+        states = [n for n in range(self.spec.layers) if self.spec.is_state(n)]
+        firsts = {self.spec.kind_of(n): n for n in reversed(states)}
+        for number in firsts.values():
+            arrays = [caches.layers[number].planes[0] for caches in self.caches]
+            faults = self.spec.states_of(number).faults(arrays, self._loaded(number))
+            yield from ((f"layer {number}: {name}", spoil) for name, spoil in faults)
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""
@@ -573,30 +598,27 @@ class Engine:
     def _undo_layer(self, layer: int) -> None:
         """Gives a layer of D's back what it held before the transfer."""
         own = self._loaded(layer)
-        for caches, before in zip(self.caches, self.before, strict=True):
-            now = [memory.copy() for memory in caches.memory]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            blocks = [plane[own] for plane in caches.layers[layer].planes]
-            for memory, new in zip(caches.memory, now, strict=True):
-                memory[:] = new
-            for plane, old_blocks in zip(caches.layers[layer].planes, blocks, strict=True):
-                plane[own] = old_blocks
+        planes = [plane for caches in self.caches for plane in caches.layers[layer].planes]
+        with self._put_back():
+            self._put(self.before)
+            before = [plane[own] for plane in planes]
+        for plane, blocks in zip(planes, before, strict=True):
+            plane[own] = blocks
 
     def _stray_bytes(self) -> int:
         """Bytes that changed outside the blocks that D was to fill."""
-        stray = 0
-        for caches, before in zip(self.caches, self.before, strict=True):
-            self._blank(caches)
-            after = [memory.copy() for memory in caches.memory]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            self._blank(caches)
-            stray += sum(
+        with self._put_back():
+            for caches in self.caches:
+                self._blank(caches)
+            after = self._held()
+            self._put(self.before)
+            for caches in self.caches:
+                self._blank(caches)
+            return sum(
                 int(np.count_nonzero(new != memory))
-                for new, memory in zip(after, caches.memory, strict=True)
+                for caches, of_rank in zip(self.caches, after, strict=True)
+                for new, memory in zip(of_rank, caches.memory, strict=True)
             )
-        return stray
 
     def _blank(self, caches: Caches) -> None:
         for number, layer in enumerate(caches.layers):
@@ -606,9 +628,6 @@ class Engine:
 
     def logged(self) -> list[str]:
         return list(self.log.errors)
-
-    def counts(self) -> tuple[int, int, int]:
-        return self.descriptors, self.registrations, self.prepared
 
     def stop(self) -> None:
         """Shuts both halves down; the caller lets go of the engine and collects.

@@ -84,6 +84,24 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """How far a cache is from what it should hold, and what came there how (see `case.Report`).
+
+    Attributes:
+        stray: bytes written outside the requests' own blocks.
+        noticed: wrong elements once it was spoilt, by the way to do that (negative controls).
+    """
+
+    wrong: int
+    total: int
+    stray: int
+    descriptors: int
+    registrations: int
+    prepared: int
+    noticed: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Seen:
     """What D's worker has reported of some requests so far."""
 

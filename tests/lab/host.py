@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,11 +23,10 @@ from tests.releases import cache, kvcached
 
 from . import far_memory
 from .ancestor import LOG, Ancestor
-from .case import Case, EngineSpec, Report, Sabotage
-from .engine_api import MODELS, Failure, Fork, Start
+from .case import Case, EngineSpec, Report
+from .engine_api import MODELS, Ask, Checked, Failure, Fork, Prompt, Start
 from .releases import declaring
 from .side_channel import is_listening
-from .states import StateSabotage
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 #: Of a release's import, which takes half a minute of a processor: labs may share two of them.
@@ -165,13 +164,12 @@ class Lab:
     def run(
         self,
         case: Case,
-        sabotage: Sabotage | StateSabotage | None = None,
         *,
         declares: bool = True,
         of_prefill: Lab | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
-        """Plays `case`; `sabotage` spoils what D holds, to see it noticed.
+        """Plays `case`. What is identical is then spoilt on D, in each way, to see it noticed.
 
         Args:
             declares: whether a D that has to be told what a stock P's handshake does not say is
@@ -186,7 +184,7 @@ class Lab:
         prefill, decode = of_prefill.hire(case.prefill), self.hire(case.decode)
         ports = PORTS.take(case.prefill.tp_size), PORTS.take(case.decode.tp_size)
         try:
-            report = self._play(case, prefill, decode, sabotage, ports, extra)
+            report = self._play(case, prefill, decode, ports, extra)
             if of_prefill is not self:
                 listens = is_listening(of_prefill.release, ports[0])
                 report = replace(report, listens=listens)
@@ -200,11 +198,9 @@ class Lab:
             print(report.detail)
         return replace(report, seconds=time.perf_counter() - started)
 
-    def on_d(
-        self, case: Case, sabotage: Sabotage | StateSabotage | None = None, *, declares: bool = True
-    ) -> Report:
+    def on_d(self, case: Case, *, declares: bool = True) -> Report:
         """Plays a case with kvpatch on D alone, all of it."""
-        return self.run(case.patched(prefill=False), sabotage, declares=declares)
+        return self.run(case.patched(prefill=False), declares=declares)
 
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""
@@ -241,7 +237,6 @@ class Lab:
         case: Case,
         prefill: Engine,
         decode: Engine,
-        sabotage: Sabotage | StateSabotage | None,
         ports: tuple[int, int],
         extra: Mapping[str, Any],
     ) -> Report:
@@ -256,65 +251,56 @@ class Lab:
             if isinstance(answer, Failure):
                 return _without_answer("registration", answer)
 
-        prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
-        hits = [case.prefix_hit_tokens] * case.n_requests
+        sizes = [(case.prompt_tokens, case.prefix_hit_tokens)] * case.n_requests
         if case.tokens_before:
-            prompts.insert(0, (f"req-{run}-first", case.tokens_before))
-            hits.insert(0, 0)
-        answers = prefill.call("prefill", prompts)
+            sizes.insert(0, (case.tokens_before, 0))
+        prompts = [Prompt(f"req-{run}-{n}", n, tokens) for n, (tokens, _) in enumerate(sizes)]
+        answers = prefill.call("compute", prompts)
         if isinstance(answers, Failure):
             return _without_answer("prefill", answers)
-        wanted = [
-            (*prompt, hit, answer)
-            for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
-        ]
-        moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
+        asks = [Ask(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        hits = [hit for _, hit in sizes]
+        moved = decode.call("decode", list(zip(asks, hits, strict=True)), _TRANSFER_SECONDS)
         if isinstance(moved, Failure):
             return _without_answer("transfer", moved)
         computed = [error for error in decode.call("logged") if _COMPUTED in error]
         if computed:  # P keeps its blocks until their time is over
             return Report("refused", computed[0])
-        prefill.call("told", _SETTLE_SECONDS)
-        found = decode.call("check", sabotage)
+        found = decode.call("check", True)
         # What is wrong is that, whether P hears that it was read or not.
-        is_wrong = not isinstance(found, Failure) and found[0]
-        names = [name for name, _ in prompts]
-        untold = set() if is_wrong else self._untold(prefill, decode, names, answers)
-        held = prefill.call("check", None)
-        counts = decode.call("counts")
-        for answer in (held, found, counts):
+        is_wrong = isinstance(found, Checked) and found.wrong
+        untold = set() if is_wrong else self._untold(prefill, decode, asks)
+        held = prefill.call("check", False)
+        for answer in (held, found):
             if isinstance(answer, Failure):
                 return _without_answer("comparison", answer)
-        wrong, total, stray = found
         report = Report(
-            "identical" if not wrong and not stray else "corrupt",
-            wrong_elements=wrong,
-            total_elements=total,
+            "identical" if not found.wrong and not found.stray else "corrupt",
+            wrong_elements=found.wrong,
+            total_elements=found.total,
             moved_tokens=moved,
-            stray_bytes=stray,
-            descriptors=counts[0],
-            registrations=counts[1],
-            prepared=counts[2],
+            stray_bytes=found.stray,
+            descriptors=found.descriptors,
+            registrations=found.registrations,
+            prepared=found.prepared,
+            noticed=found.noticed,
         )
-        if held[0]:
+        missed = [name for name, wrong in found.noticed.items() if not wrong]
+        if missed:
+            return replace(report, outcome="failed", detail=f"went unnoticed: {missed}")
+        if held.wrong:
             return replace(report, outcome="failed", detail="P's own cache has changed")
         if untold:
             detail = f"P was not told that {len(untold)} requests were read"
             return replace(report, outcome="failed", detail=detail)
         return report
 
-    def _untold(
-        self, prefill: Engine, decode: Engine, request_ids: list[str], answers: list[str]
-    ) -> set[str]:
+    def _untold(self, prefill: Engine, decode: Engine, asks: Sequence[Ask]) -> set[str]:
         """The requests whose blocks P keeps though they were read."""
-        kept = {
-            request_id
-            for request_id, answer in zip(request_ids, answers, strict=True)
-            if '"remote_block_ids": []' not in answer
-        }
+        kept = {ask.prompt.name for ask in asks if '"remote_block_ids": []' not in ask.answer}
         end = time.monotonic() + _NOTIFICATION_SECONDS
         while kept and time.monotonic() < end:
-            kept -= prefill.call("told", _SETTLE_SECONDS)
+            kept -= prefill.call("heard", _SETTLE_SECONDS, sorted(kept))
             if kept:
                 # A full local hit is only a notification, sent some step after the
                 # handshake: D must go on stepping too.

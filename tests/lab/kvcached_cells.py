@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from .case import Allocation, Case, EngineSpec, Family, Report
 from .child import KVCACHEDS_OWN
 from .host import Lab
 from .releases import ends_of_generations
+from .table import spans_of
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "kvcached.md"
@@ -92,9 +92,8 @@ def table(known: Cells) -> str:
         lines += [f"\n**{layout}** (kvcached's own patch → kvpatch)\n"]
         lines += ["| release | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
         rows = {release: _row(found, layout) for release, found in known.items()}
-        for row, alike in groupby(rows, rows.__getitem__):
-            first, *rest = alike
-            lines.append(f"| {first}{f' to {rest[-1]}' if rest else ''} | {row} |")
+        for first, span in spans_of(list(rows), lambda a, b, of=rows: of[a] == of[b]):
+            lines.append(f"| {span} | {rows[first]} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,8 @@ from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
 from kvpatch.transfer import staging_pool
 
-from . import channel, digest_faults, release, standins
+from . import backend_shapes, channel, digest_faults, release, standins
+from .compare import compared
 from .core import CoreScheduler
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Served, Timed, Told
@@ -47,6 +46,7 @@ class Player(Engine):
         super().__init__(*arguments)
         staging_pool._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         WAITED.seconds = 0.0  # the process may have been another engine before
+        self.digests = digest_faults.DigestFaults(self)
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}
@@ -114,7 +114,7 @@ class Player(Engine):
         held: set[tuple[int, int]] = set()
         found = list(self._elements(tracked, tokens))
         of_rank = len(found) // self.spec.tp_size
-        for place, (_, array, block, offset, value) in enumerate(found):
+        for place, (array, block, offset, value) in enumerate(found):
             rank = place // of_rank
             first = self.spec.first_head(rank)
             names = [(place % of_rank, first + head) for head in range(value.shape[1])]
@@ -126,12 +126,8 @@ class Player(Engine):
     def hand_on(self, name: str) -> None:
         """Has another request's tokens in a prompt's blocks, as after P has let go of them."""
         (tracked,) = (t for t in self.tracked if t.request.request_id == name)
-        for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
+        for array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
-
-    def make_digests(self, name: str) -> str:
-        """Waits until P's ranks have written a request's digests down: ``made``, or ``none``."""
-        return digest_faults.made(self._inner_workers(), name)
 
     def digest_while_computing(self, first: Prompt, second: Prompt) -> str:
         """Answers a prompt in the step before the model computes another, as long as that takes.
@@ -148,7 +144,7 @@ class Player(Engine):
         write, found = self._write, []
 
         def computed(*of: Any) -> None:
-            found.append(digest_faults.made(self._inner_workers(), first.name))
+            found.append(self.digests.made(first.name))
             write(*of)
 
         self._write = computed  # type: ignore[method-assign]
@@ -158,17 +154,9 @@ class Player(Engine):
             self._write = write  # type: ignore[method-assign]
         return ", ".join(found)
 
-    def keep_from_digests(self, are_kept: bool) -> None:  # noqa: FBT001
-        """From now on none is made, or again."""
-        digest_faults.keep_from(are_kept=are_kept)
-
     def reorder_in_python(self) -> None:
         """STAND-IN: the operation by which the release reorders loads for a CPU."""
         standins.column_operation()
-
-    def note_holds(self) -> None:
-        """Keeps in mind which words stand, for :meth:`make_digests` once they do not."""
-        digest_faults.note_holds(self._inner_workers())
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Takes prompts that the release's own scheduler computes when it can."""
@@ -178,10 +166,6 @@ class Player(Engine):
     def begin_own(self, prompts: Sequence[Prompt]) -> None:
         for p in prompts:
             self._by_name[p.name] = self._core_scheduler().seed(p.number, p.name, p.tokens)
-
-    def take_turns(self, tokens: int) -> None:
-        """From now on a step computes no more than so many tokens of a prompt."""
-        self._core_scheduler().limit_chunks(tokens)
 
     def work(self) -> dict[str, str]:
         """Computes what can be; returns the answers since the last time, as JSON."""
@@ -250,9 +234,6 @@ class Player(Engine):
         self._send(computation.metadata, computation.computed)
         self.scheduler.computed(computation)
         return held
-
-    def cancel(self, name: str) -> None:
-        self._core_scheduler().abort(name)
 
     def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
@@ -362,10 +343,6 @@ class Player(Engine):
         for message in messages:
             worker.nixl_wrapper.send_notif(name, notif_msg=message)
 
-    def checked(self) -> dict[str, int]:
-        """Loads by what their digests have said of them, over all ranks."""
-        return digest_faults.counts(self._inner_workers())
-
     def ask_spoilt(self, asks: Sequence[Ask], how: str, reads: int) -> int:
         """As `ask`, of a load that goes wrong once so many reads of it are over.
 
@@ -373,16 +350,8 @@ class Player(Engine):
             how: ``flip``, ``swap`` or ``layer``.
         """
         name, fault = asks[0].prompt.name, digest_faults.FAULTS[how]
-        digest_faults.after_reads(reads, lambda: fault(self, self._by_name[name]))
+        self.digests.after_reads(reads, lambda: fault(self, self._by_name[name]))
         return self.ask(asks)
-
-    def ask_first(self, asks: bool) -> None:  # noqa: FBT001
-        """Whether every read asks for P's word before it begins."""
-        digest_faults.ask_first(asks=asks)
-
-    def stop_before_word(self, pid: int) -> None:
-        """Has P's process stopped when all of the next read has come, and its word has not."""
-        digest_faults.before_word(lambda: os.kill(pid, signal.SIGSTOP))
 
     def _inner_workers(self) -> list[Any]:
         return [release.nixl_of(worker).connector_worker for worker in self.workers]
@@ -390,7 +359,7 @@ class Player(Engine):
     def ask(self, asks: Sequence[Ask]) -> int:
         """Schedules prompts that P has computed, and takes the step that posts the reads."""
         if not self.before:
-            self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+            self.before = self._held()
         tokens = sum(self._schedule(ask).external_tokens for ask in asks)
         self._step()
         return tokens
@@ -538,16 +507,6 @@ class Player(Engine):
 
     # -- D with the release's own scheduler -----------------------------------
 
-    def free_blocks(self) -> int:
-        return self._core_scheduler().free_blocks()
-
-    def forget(self) -> None:
-        """Empties the prefix cache, where no request holds a block."""
-        self._core_scheduler().forget()
-
-    def status(self, name: str) -> str:
-        return self._core_scheduler().status(name)
-
     def offer(self, texts: Sequence[str], tokens: int) -> list[str]:
         """What the scheduler makes of prompts with these parameters, one after the other.
 
@@ -563,7 +522,7 @@ class Player(Engine):
             tracked = core.receive(number, name, tokens, json.loads(text))
             self._by_name[name] = tracked
             self.tick()
-            found.append(self.status(name))
+            found.append(core.status(name))
             if found[-1] == "WAITING_FOR_REMOTE_KVS":
                 tracked.tables = core._tables(name)
                 self._map(tracked)
@@ -586,9 +545,6 @@ class Player(Engine):
 
     def warned(self) -> list[str]:
         return self.log.warnings
-
-    def logged(self) -> list[str]:
-        return list(self.log.errors)
 
     def hang_up(self, name: str) -> None:
         """Ends a request whose client is gone; the next step tells the workers."""
@@ -700,24 +656,18 @@ class Player(Engine):
         """Wrong and total elements of these requests; of windows what the model will look at."""
         for device in self.on_device:
             device.pull()
-        wrong = total = 0
-        for name in names:
-            tracked = self._by_name[name]
-            tokens, seen = range(tracked.tokens), self.spec.is_hybrid
-            for _, array, block, offset, value in self._elements(tracked, tokens, seen=seen):
-                wrong += int((array[block, offset] != value).sum())
-                total += value.size
-        return wrong, total
+        seen = self.spec.is_hybrid
+        tracked = [self._by_name[name] for name in names]
+        return compared(
+            element
+            for one in tracked
+            for element in self._elements(one, range(one.tokens), seen=seen)
+        )
 
     def strays(self) -> int:
         """Bytes written outside the blocks of all requests so far, aborted and failed too."""
         with self._still():
-            now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
-            stray = self._stray_bytes() if self.before else 0
-            for caches, copies in zip(self.caches, now, strict=True):
-                for memory, copy in zip(caches.memory, copies, strict=True):
-                    memory[:] = copy
-        return stray
+            return self._stray_bytes() if self.before else 0
 
     @contextmanager
     def _still(self) -> Iterator[None]:
@@ -733,21 +683,14 @@ class Player(Engine):
 
     def written(self, name: str) -> int:
         """Bytes in a request's blocks that are not what was there before it asked."""
+        blocks = self._by_name[name].tables[0]
+        planes = [plane for c in self.caches for layer in c.layers for plane in layer.planes]
         with self._still():
-            return self._written(self._by_name[name])
-
-    def _written(self, tracked: Tracked) -> int:
-        count = 0
-        for caches, before in zip(self.caches, self.before, strict=True):
-            now = [memory.copy() for memory in caches.memory]
-            found = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
-            for memory, old in zip(caches.memory, before, strict=True):
-                memory[:] = old
-            was = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
-            for memory, new in zip(caches.memory, now, strict=True):
-                memory[:] = new
-            count += sum(int((a != b).sum()) for a, b in zip(found, was, strict=True))
-        return count
+            found = [plane[blocks] for plane in planes]
+            with self._put_back():
+                self._put(self.before)
+                was = [plane[blocks] for plane in planes]
+        return sum(int((a != b).sum()) for a, b in zip(found, was, strict=True))
 
     # -- what is left behind -------------------------------------------------
 
@@ -796,6 +739,10 @@ class Player(Engine):
         """The engines that kvpatch reads from in place of the release."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
+
+    def backend_shapes(self) -> dict[str, Any]:
+        """What the release's backends are, by their names (backend_shapes.py)."""
+        return dict(backend_shapes.shapes())
 
     def threads(self) -> set[str]:
         return {thread.name for thread in threading.enumerate()}

@@ -36,7 +36,6 @@ _WORDS = {
     "r": "**ends P's**",
     "f": "**ends P's**",
 }
-_SPOILT = "flip_byte"
 _LATE = ("no answer within", "Unfinished")
 _ACCEPTS = ("KVPATCH_ACCEPT", "vllm_version")
 #: Labs at a time, of half a gigabyte each: every pair has its turn, and to open one takes longest.
@@ -90,22 +89,13 @@ def _run(labs: Labs, pair: Pair, case: Case, **more: Any) -> Report:
 
 
 def play(labs: Labs, pair: Pair) -> Row:
-    """Plays every case of a pair, on stock and with kvpatch on D.
-
-    Raises:
-        RuntimeError: a cache that was spoilt on purpose went unnoticed.
-    """
+    """Plays every case of a pair, on stock and with kvpatch on D."""
     stock, ours = "", ""
     for case in cases().values():
         # By the first handshake that ends P's listener: nothing comes after it.
         is_ended = stock[-1:].islower()
         stock += stock[-1] if is_ended else letter(_run(labs, pair, case.stock(), extra=ANY_HASH))
         ours += letter(_run(labs, pair, with_kvpatch(case)))
-    if ours[0] == "I":
-        first = with_kvpatch(next(iter(cases().values())))
-        spoilt = _run(labs, pair, first, sabotage=_SPOILT)
-        if spoilt.outcome != "corrupt":
-            raise RuntimeError(f"{pair}: {_SPOILT} went unnoticed: {spoilt}")
     return Row(stock, ours, now())
 
 

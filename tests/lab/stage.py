@@ -100,20 +100,27 @@ class Actor:
     def must_hold(self, *prompts: Prompt) -> None:
         """Asserts that each is received, and that the cache holds what P had."""
         self.must_receive(*prompts)
-        assert self.wrong(*prompts)[0] == 0
+        wrong, total = self.wrong(*prompts)
+        assert (wrong, total > 0) == (0, True)
 
     def must_fail(self, *prompts: Prompt) -> None:
         """Asserts that the load of each fails."""
         seen = self.watch(*prompts)
         assert seen.failed == {prompt.name for prompt in prompts}, seen
 
+    def must_log(self, prompt: Prompt, words: str) -> None:
+        """Steps until an error with these words is logged, and asserts that one is."""
+        end = time.monotonic() + _WATCH_SECONDS
+        while not any(words in line for line in self.watch(prompt, seconds=0.1).logged):
+            assert time.monotonic() < end, f"{words!r} was not logged"
+
     def finish(self, prompt: Prompt) -> str:
         """Steps until D has answered a prompt, some steps at most; what has become of it."""
         for _ in range(_MOST_STEPS):
-            if self.call("status", prompt.name).startswith("FINISHED"):
+            if self.call("scheduler.status", prompt.name).startswith("FINISHED"):
                 break
             self.call("tick")
-        return str(self.call("status", prompt.name))
+        return str(self.call("scheduler.status", prompt.name))
 
     def abort(self, prompt: Prompt) -> None:
         self.call("abort", prompt.name)
@@ -256,9 +263,7 @@ class Stage:
         """Has D load a new prompt of P's, as P had it."""
         prompt = self.prompt(tokens)
         decode.ask(*prefill.compute(prompt))
-        decode.must_receive(prompt)
-        wrong, total = decode.wrong(prompt)
-        assert (wrong, total > 0) == (0, True)
+        decode.must_hold(prompt)
         return prompt
 
     def _start(

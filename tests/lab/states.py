@@ -7,15 +7,13 @@ that is what a read between unlike ranks is held against, and no code of kvpatch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from .compare import Array
-
-#: What D's states can be spoilt by: part of a convolution was not read, or two ranks' are swapped.
-StateSabotage = Literal["skip_part", "swap_ranks"]
+from .compare import Array, Fault
 
 #: Of a convolution: one less than its kernel.
 _POSITIONS = 3
@@ -74,24 +72,30 @@ class States:
         """Elements of the whole model's states."""
         return sum(self.parts) * _POSITIONS, self.heads * math.prod(self.inner)
 
-    def spoil(self, arrays: list[Array], blocks: list[int], sabotage: str) -> None:
-        """Puts wrong things into D's convolutions.
+    def faults(self, arrays: list[Array], blocks: list[int]) -> Iterator[Fault]:
+        """What puts wrong things into D's convolutions.
 
         Args:
             arrays: of each rank, with the elements of a block in the last axis.
         """
-        ranks, items = len(arrays), arrays[0].itemsize
-        first, second = (part.size * _POSITIONS for part in self.channels(0, ranks)[:2])
-        if sabotage == "skip_part":
+        ranks = len(arrays)
+        first, *others = (part.size * _POSITIONS for part in self.channels(0, ranks))
+
+        def leave_out_second() -> None:
             for array in arrays:
-                array[blocks, ..., first : first + second] ^= array.dtype.type((1 << items) - 1)
-            return
-        shares = [array[blocks] for array in arrays]
-        if ranks == 1:  # P's two, where D has one
-            half = first // 2
-            arrays[0][blocks, ..., :first] = np.roll(shares[0][..., :first], half, axis=-1)
-        for array, share in zip(arrays, reversed(shares) if ranks > 1 else (), strict=False):
-            array[blocks] = share
+                array[blocks, ..., first : first + others[0]] ^= array.dtype.type(3)
+
+        def exchange() -> None:
+            shares = [array[blocks] for array in arrays]
+            if ranks == 1:  # P's two, where D has one
+                shares[0][..., :first] = np.roll(shares[0][..., :first], first // 2, axis=-1)
+            for array, share in zip(arrays, reversed(shares), strict=True):
+                array[blocks] = share
+
+        if others:
+            yield "a state without its second part", leave_out_second
+        if ranks == 1 or not self.is_whole:
+            yield "ranks' states exchanged", exchange
 
 
 def _unfolded(units: Any, items: int) -> Array:

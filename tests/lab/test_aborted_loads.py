@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, replace
 
 import pytest
-from packaging.version import Version
 
 from .engine_api import Ask, Prompt
 from .host import Lab
@@ -23,14 +22,8 @@ OWN = replace(SPEC, own_scheduler=True)
 _OVER_SECONDS = 20.0
 
 
-def stock_keeps_blocks(release: str) -> bool:
-    """From 0.16 a request that ends while it is loaded keeps its blocks until it is."""
-    return Version(release) >= Version("0.16")
-
-
-def has_own_names(release: str) -> bool:
-    """From 0.14 the engine adds something to the name that a client chose."""
-    return Version(release) >= Version("0.14")
+#: From 0.14 on the engine adds something to the name that a client chose.
+_NAMED_BY_CLIENTS = pytest.mark.on(before="0.14")
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Pair:
     free: int
 
     def free_now(self) -> int:
-        return int(self.decode.call("free_blocks"))
+        return int(self.decode.call("scheduler.free_blocks"))
 
     def ask_and_hang_up(self) -> tuple[Prompt, int]:
         """A prompt whose read is under way and whose client is gone; the free blocks before."""
@@ -84,10 +77,10 @@ def _introduced(stage: Stage, prefill: Actor, decode: Actor, tokens: int) -> Pai
     """The pair behind a prompt that D has loaded or computed, and given back."""
     prompts = stage.prompts(1, tokens)
     introduce(decode, prompts, prefill)
-    if decode.call("status", prompts[0].name) == "WAITING_FOR_REMOTE_KVS":
+    if decode.call("scheduler.status", prompts[0].name) == "WAITING_FOR_REMOTE_KVS":
         decode.call("loaded", [prompts[0].name])
         decode.call("tick")
-    return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
+    return Pair(stage, prefill, decode, int(decode.call("scheduler.free_blocks")))
 
 
 @pytest.mark.every_release
@@ -103,10 +96,8 @@ def test_blocks_are_kept_until_the_read_is_over(stage: Stage) -> None:
     assert pair.prefill.heard([prompt]) == {prompt.name}
 
 
-def test_stock_hands_them_out_at_once(stage: Stage, lab: Lab) -> None:
-    """What is mended here, and that the test sees it."""
-    if stock_keeps_blocks(lab.release):
-        pytest.skip("this release keeps them")
+@pytest.mark.on(before="0.16")  # else: a request that ends while it is loaded keeps its blocks
+def test_stock_hands_them_out_at_once(stage: Stage) -> None:
     pair = _pair(stage, patched=False)
 
     prompt, _ = pair.ask_and_hang_up()
@@ -139,9 +130,7 @@ def test_a_load_that_failed_before_its_client_gave_up(stage: Stage) -> None:
     pair.prefill.hold()
     pair.decode.ask(*asks)
     pair.prefill.die()
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(prompt.name in line for line in pair.decode.watch(prompt, seconds=0.1).logged):
-        assert time.monotonic() < end
+    pair.decode.must_log(prompt, prompt.name)
     before = pair.free_now()
     pair.decode.call("hang_up", prompt.name)
     pair.settle(prompt)
@@ -149,11 +138,10 @@ def test_a_load_that_failed_before_its_client_gave_up(stage: Stage) -> None:
     assert before < pair.free == pair.free_now()
 
 
+@_NAMED_BY_CLIENTS
 @pytest.mark.parametrize("way", ["release's own", "staged"])
 def test_a_retry_under_the_same_name(stage: Stage, lab: Lab, way: str) -> None:
     """<= 0.13 a client chooses the name, and a retry may come before the first read is over."""
-    if has_own_names(lab.release):
-        pytest.skip("this release makes every name its own")
     if way == "staged" and not states_layout(lab.release):
         pytest.skip("no unlike pair here")
     pair = _pair(stage) if way == "release's own" else _staged_pair(stage)
@@ -178,9 +166,8 @@ def test_a_retry_under_the_same_name(stage: Stage, lab: Lab, way: str) -> None:
     assert pair.decode.left().staging_bytes == 0
 
 
-def test_a_retry_that_is_given_up_too(stage: Stage, lab: Lab) -> None:
-    if has_own_names(lab.release):
-        pytest.skip("this release makes every name its own")
+@_NAMED_BY_CLIENTS
+def test_a_retry_that_is_given_up_too(stage: Stage) -> None:
     pair = _pair(stage)
     first, second, third = stage.prompts(3, 2 * SPEC.block_tokens)
     asks = pair.prefill.compute(first, second, third)

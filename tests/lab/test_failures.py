@@ -29,7 +29,6 @@ from .test_several_peers import (
     engine,
     held,
     introduce,
-    is_told_apart,
     loaded,
     names,
     unlike,
@@ -50,16 +49,6 @@ UNREADABLE = {"block_tokens": 512, "planned_blocks": 10}
 def reports_failures(release: str) -> bool:
     """Whether a load can fail alone; <= 0.11.0 it is left waiting."""
     return Version(release) >= Version("0.11.1")
-
-
-def stock_survives_dead_peers(release: str) -> bool:
-    """<= 0.11.2 NIXL's errors are not caught; 0.12.0 and 0.13.0 stumble over their own report."""
-    return Version(release) >= Version("0.14")
-
-
-def stock_survives_refusals(release: str) -> bool:
-    """On releases <= 0.21 `get_finished` looks up the block size of a peer that was refused."""
-    return Version(release) >= Version("0.22")
 
 
 @dataclass(frozen=True)
@@ -114,13 +103,6 @@ def assert_failed_alone(
     assert untouched(decode, lost)
     assert decode.strays() == 0
     return seen
-
-
-def watch_for(decode: Actor, prompt: Prompt, message: str) -> None:
-    """Steps until D has logged an error with `message`."""
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(message in line for line in decode.watch(prompt, seconds=0.1).logged):
-        assert time.monotonic() < end, f"{message!r} was not logged"
 
 
 def untouched(decode: Actor, prompts: Sequence[Prompt]) -> bool:
@@ -214,10 +196,8 @@ def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:
     assert_served(stage, lab.release, survivor, decode)
 
 
-def test_stock_dies_with_its_peer(stage: Stage, lab: Lab) -> None:
-    """What is mended here, and that the test sees it."""
-    if stock_survives_dead_peers(lab.release):
-        pytest.skip("this release survives")
+@pytest.mark.on(before="0.14")  # NIXL's errors are not caught, or their own report ends D
+def test_stock_dies_with_its_peer(stage: Stage) -> None:
     mortal, decode = stage.prefill(SPEC), stage.decode(SPEC, patched=False)
     introduce(decode, stage.prompts(1, TOKENS), mortal)
     prompt = stage.prompt(TOKENS)
@@ -245,16 +225,15 @@ def test_death_before(stage: Stage, lab: Lab, is_known: bool) -> None:
     decode.ask(*asks)
 
     if not (is_known or reports_failures(lab.release)):
-        watch_for(decode, lost, "nobody answers at")
+        decode.must_log(lost, "nobody answers at")
     assert_failed_alone(decode, lab.release, [lost], [kept])
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, survivor, decode)
 
 
-def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
-    """What is mended here, and that the test sees it."""
-    if not reports_failures(lab.release) or stock_survives_refusals(lab.release):
-        pytest.skip("this release survives, or waits for ever")
+@pytest.mark.on(since="0.11.1", before="0.22")  # before, it waits for ever
+def test_stock_ends_with_a_handshake(stage: Stage) -> None:
+    """`get_finished` looks up the block size of a peer that was refused."""
     mortal, decode = stage.prefill(SPEC), stage.decode(SPEC, patched=False)
     prompt = stage.prompt(TOKENS)
     asks = mortal.compute(prompt)
@@ -267,10 +246,9 @@ def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
         decode.call("idle", 2)  # the load may be said to have failed a step before D ends by it
 
 
+@pytest.mark.on(before="0.11.1", states_layout=True)  # else: it fails alone, or no unlike pair
 def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab: Lab) -> None:
     """<= 0.11.0 a failed load is reported once its client is gone: not the one before it."""
-    if reports_failures(lab.release) or not states_layout(lab.release):
-        pytest.skip("a load can fail alone, or no unlike pair here")
     prefill, decode = stage.prefill(unlike(lab.release)[0]), stage.decode(STAGED)
     computed, other = stage.prompts(2, TOKENS)
     introduce(decode, [computed], prefill)
@@ -281,9 +259,7 @@ def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab
     decode.call("retry", Ask(retry, ask.answer))
     assert decode.watch(retry, seconds=0.0).waiting == {retry.name}
     prefill.die()
-    end = time.monotonic() + _OVER_SECONDS
-    while not any(retry.name in line for line in decode.watch(retry, seconds=0.1).logged):
-        assert time.monotonic() < end
+    decode.must_log(retry, retry.name)
 
     seen = decode.watch(retry, seconds=1.0)
     assert seen.waiting == {retry.name}, "its client waits, and nothing was read"
@@ -382,7 +358,7 @@ def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
 
     with held(readable):
         decode.ask(*asks)
-        watch_for(decode, refused, "cannot be read")
+        decode.must_log(refused, "cannot be read")
         assert_failed_alone(decode, lab.release, [refused])
 
     assert_identical(decode, [kept], loaded(kept, lab.release))
@@ -391,10 +367,9 @@ def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
     assert_served(stage, lab.release, readable, decode)
 
 
+@pytest.mark.on(loads_whole_blocks_only=False)  # else: like peers alone
 def test_blocks_that_do_not_hold_the_tokens(pair: Pair, lab: Lab) -> None:
     """A refusal while the read is posted, after the handshake."""
-    if not is_told_apart(lab.release):
-        pytest.skip("this release has like peers only")
     stage, prefill, decode = pair.stage, pair.prefill, pair.decode
     refused, kept = stage.prompts(2, TOKENS)
     short, whole = prefill.compute(refused, kept)
@@ -432,12 +407,12 @@ def _lose(stage: Stage, decode: Actor, spec: EngineSpec) -> tuple[Prompt, int]:
     """A prompt whose P dies while it is read; the blocks that D had free before."""
     prefill = stage.prefill(spec)
     introduce(decode, stage.prompts(1, TOKENS), prefill)
-    free = int(decode.call("free_blocks"))
+    free = int(decode.call("scheduler.free_blocks"))
     prompt = stage.prompt(TOKENS)
     asks = prefill.compute(prompt)
     prefill.hold()
     decode.ask(*asks)
-    assert decode.call("free_blocks") < free
+    assert decode.call("scheduler.free_blocks") < free
     prefill.die()
     return prompt, free
 
@@ -452,8 +427,8 @@ def test_a_load_of_several_groups_fails(stage: Stage, ranks: int) -> None:
     decode.call("loaded", [prompt.name])
 
     assert seen.failed == {prompt.name}, seen
-    assert decode.call("status", prompt.name) == "FINISHED_ERROR"
-    assert decode.call("free_blocks") == free
+    assert decode.call("scheduler.status", prompt.name) == "FINISHED_ERROR"
+    assert decode.call("scheduler.free_blocks") == free
     assert untouched(decode, [prompt])
     stage.load(stage.prefill(_P), decode, TOKENS)
 
@@ -470,14 +445,13 @@ def test_a_load_of_several_groups_is_computed_again(stage: Stage) -> None:
     assert untouched(decode, [prompt])
     assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
     assert decode.wrong(prompt)[0] == 0
-    assert decode.call("free_blocks") == free
+    assert decode.call("scheduler.free_blocks") == free
     stage.load(stage.prefill(_P), decode, TOKENS)
 
 
 @_GROUPS
 @pytest.mark.on(before="0.30")
 def test_stock_calls_a_load_of_several_groups_received(stage: Stage) -> None:
-    """What is mended here, and that the test sees it."""
     decode = stage.decode(_P, patched=False)
 
     prompt, _ = _lose(stage, decode, _P)

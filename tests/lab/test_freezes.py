@@ -78,7 +78,7 @@ def _queued(pair: Pair) -> list[Prompt]:
 def _asked(pair: Pair) -> list[Prompt]:
     """A read that has asked for P's word before it begins."""
     prompts, asks = pair.fresh()
-    pair.decode.call("ask_first", True)
+    pair.decode.call("digests.ask_first", True)
     pair.prefill.hold()
     pair.decode.ask(*asks)
     return prompts
@@ -95,14 +95,14 @@ def _reading(pair: Pair) -> list[Prompt]:
 def _checking(pair: Pair) -> list[Prompt]:
     """A read that waits for P's word, or has it and waits for P's digest."""
     if pair.has_digests:
-        pair.prefill.call("keep_from_digests", True)
+        pair.prefill.call("digests.keep_from", True)
         prompts, asks = pair.fresh()
         pair.decode.ask(*asks)
         assert pair.decode.watch(*prompts, seconds=0.1).waiting == names(prompts)
         pair.prefill.hold()
         return prompts
     prompts, asks = pair.fresh()
-    pair.decode.call("stop_before_word", pair.prefill.process.pid)
+    pair.decode.call("digests.stop_before_word", pair.prefill.process.pid)
     pair.decode.ask(*asks)
     while pair.is_like and not pair.prefill.is_stopped:  # D's steps look, and nobody else
         assert not pair.decode.watch(*prompts, seconds=0.05).failed
@@ -135,9 +135,9 @@ def test_a_load_is_served_behind_a_freeze(pair: Pair, when: str, who: str, secon
         assert not pair.decode.watch(*prompts, seconds=0.1).failed
     pair.prefill.go_on()
     if when == "asked":
-        pair.decode.call("ask_first", False)
+        pair.decode.call("digests.ask_first", False)
     if when == "checking" and pair.has_digests:
-        pair.prefill.call("keep_from_digests", False)
+        pair.prefill.call("digests.keep_from", False)
 
     pair.decode.must_hold(*prompts)
     assert pair.prefill.heard(prompts) == names(prompts)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Report, Sabotage
+from .case import Case, EngineSpec, Report
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
@@ -29,15 +29,9 @@ def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSp
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=2 * found.planned_blocks)
 
 
-def _run(
-    lab: Lab,
-    prefill: EngineSpec,
-    decode: EngineSpec,
-    hit_blocks: int = 0,
-    sabotage: Sabotage | None = None,
-) -> Report:
+def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec, hit_blocks: int = 0) -> Report:
     hit = hit_blocks * decode.block_tokens
-    return lab.run(Case("groups", prefill, decode, _PROMPT_TOKENS, hit), sabotage=sabotage)
+    return lab.run(Case("groups", prefill, decode, _PROMPT_TOKENS, hit))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -75,14 +69,6 @@ def test_other_pools(lab: Lab, model: str, p: str, p_tokens: int, d: str, d_toke
     prefill, decode = _spec(model, p_tokens, p), _spec(model, d_tokens, d)
 
     _run(lab, prefill, decode, hit_blocks=1).must_be("identical")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
-def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
-    spec = _spec("three groups", 32, layout)
-
-    _run(lab, spec, spec, sabotage=sabotage).must_be("corrupt")
 
 
 def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
@@ -152,10 +138,9 @@ def test_groups_of_unlike_shapes(lab: Lab, shape: str, p: str, d: str, p_tokens:
 
     if _packs(lab, p) != _packs(lab, d) and shape in _UNIFIED:
         # The plain cache's pages are unified, which makes other groups of the layers.
-        assert report.outcome == "refused", report
+        report.must_be("refused")
         return
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == _PROMPT_TOKENS - 64
+    report.must_be("identical", moved=_PROMPT_TOKENS - 64)
     if p == d == "contiguous" and p_tokens == 32:
         assert report.registrations == 1
         if _packs(lab, p) and shape in _UNIFIED:
@@ -166,13 +151,6 @@ def test_groups_of_unlike_shapes(lab: Lab, shape: str, p: str, d: str, p_tokens:
         whole = 4 if shape.startswith("full") else 8
         windows = 2 * (2 if shape.startswith("windows") else 3)
         assert report.descriptors == whole + windows
-
-
-@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
-def test_a_spoilt_pool_of_unlike_shapes_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    spec = _unlike(lab, "windows of 64 tokens", 32, "contiguous")
-
-    _run(lab, spec, spec, sabotage=sabotage).must_be("corrupt")
 
 
 def test_unlike_shapes_in_items_of_another_size_are_refused(lab: Lab) -> None:
@@ -212,14 +190,6 @@ def test_packed_pages_are_read(lab: Lab, shape: str, p: str, p_tokens: int, d: s
 
 
 @pytest.mark.on(names_layouts=True)
-@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
-def test_spoilt_packed_pages_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    spec = _unlike(lab, "full attention of 64 tokens", 32, "BLNHC")
-
-    _run(lab, spec, replace(spec, patched=True), 2, sabotage).must_be("corrupt")
-
-
-@pytest.mark.on(names_layouts=True)
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 def test_stock_leaves_the_ends_of_pages_out(lab: Lab, layout: str) -> None:
     """From 0.30 on, where a smaller page begins in the same place."""
@@ -228,7 +198,7 @@ def test_stock_leaves_the_ends_of_pages_out(lab: Lab, layout: str) -> None:
     report = _run(lab, spec, spec, hit_blocks=2)
 
     is_wrong = Version(lab.release) >= Version("0.30")
-    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+    report.must_be("corrupt" if is_wrong else "identical")
     assert bool(report.wrong_elements) is is_wrong
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from packaging.version import Version
 
 from .caches import UNMAPPED
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family
@@ -93,7 +92,7 @@ def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> Non
     if moves_full_blocks_only(lab.release) and not report.moved_tokens:
         assert report.outcome != "corrupt", report  # 0.10.0 had nothing to send
         return
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 def test_ranks_and_a_prefix_that_d_has(lab: Lab) -> None:
@@ -130,8 +129,7 @@ def test_nothing_of_kvcacheds_is_registered(stage: Stage, layout: str) -> None:
     prefill.call("begin", prompts)
     answers = prefill.call("work")
     decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
-    assert not decode.watch(*prompts).waiting
-    assert decode.wrong(*prompts)[0] == 0
+    decode.must_hold(*prompts)
 
     for actor in (prefill, decode):
         regions, of_kvcacheds = actor.call("exposed")
@@ -155,10 +153,8 @@ def test_beside_a_network_card(lab: Lab) -> None:
     through = lab.run(replace(found, prefill=p, decode=d))
     refused = lab.run(replace(found, prefill=plain, decode=plain))
 
-    assert through.outcome == "identical", through
-    assert refused.outcome == "refused", refused
-    assert "mlx5_0:1 (InfiniBand)" in refused.detail and "UCX_TLS=^ib" in refused.detail
-    assert "KVPATCH_HOST_BUFFER=always" in refused.detail
+    through.must_be("identical")
+    refused.must_be("refused", "mlx5_0:1 (InfiniBand)", "UCX_TLS=^ib", "KVPATCH_HOST_BUFFER=always")
 
 
 # --- pages and variables ---------------------------------------------------------------
@@ -176,22 +172,15 @@ def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab) -> None:
 # --- several groups --------------------------------------------------------------------
 
 
-def _needs_groups(lab: Lab) -> None:
-    if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
-
-
+@pytest.mark.on(since="0.20")  # else: no cache groups, or P frees a block that D looks at (<= 0.19)
 @pytest.mark.parametrize(("layout", "p_tokens"), [("contiguous", 64), ("split-half", 32)])
 def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: int) -> None:
-    _needs_groups(lab)
     windows, gemma = (
         [of_groups("three groups", tokens, layout) for tokens in (p_tokens, 32)],
         [of_shapes(lab, "windows of 64 tokens", tokens, layout) for tokens in (p_tokens, 32)],
     )
     for p, d in (windows, gemma):
-        report = lab.run(Case("groups", _buffered(p, as_p=True), _buffered(d), 300, 64))
-
-        assert report.outcome == "identical", (p, report)
+        lab.run(Case("groups", _buffered(p, as_p=True), _buffered(d), 300, 64)).must_be("identical")
 
 
 @pytest.mark.on(since="0.18")

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Sabotage, StateMode
+from .case import Case, EngineSpec, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
-from .selection import in_turns, some_of
+from .selection import some_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
@@ -72,26 +72,10 @@ def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     report = lab.run(Case("cut", spec, spec, _PROMPT_TOKENS))
 
     if has_named_layouts(lab.release) and layout == "contiguous":
-        assert report.outcome == "refused", report  # by kvcached, whose rows it cannot cut
-        assert "KVCachedConfigError: vLLM cannot split 128-token blocks" in report.detail
+        # By kvcached, whose rows it cannot cut.
+        report.must_be("refused", "KVCachedConfigError: vLLM cannot split 128-token blocks")
         return
-    assert report.outcome == "identical", report
-
-
-_POOLS = [*((layout, 32, layout) for layout in LAYOUTS), ("contiguous", 64, "")]
-_POOLS.append(("", 64, "contiguous"))
-
-
-@pytest.mark.parametrize(
-    ("pools", "sabotage"), in_turns(_POOLS, ["skip_layer", "skip_state", "flip_byte"]), ids=str
-)
-def test_a_spoilt_pool_is_noticed(
-    lab: Lab, pools: tuple[str, int, str], sabotage: Sabotage
-) -> None:
-    p, tokens, d = pools
-    case = Case("state", _spec(p, tokens), _spec(d), _PROMPT_TOKENS)
-
-    lab.run(case, sabotage=sabotage).must_be("corrupt")
+    report.must_be("identical")
 
 
 def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
@@ -171,7 +155,6 @@ def test_states_of_unlike_ranks_come_into_a_pool(
     case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
 
     lab.run(case).must_be("identical")
-    assert lab.run(case, sabotage="skip_part").outcome == "corrupt"
 
 
 @pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
@@ -181,7 +164,6 @@ def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
     case = Case("first", *specs, _PROMPT_TOKENS)
 
     lab.run(case).must_be("identical")
-    assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
 
 
 @pytest.mark.on(names_layouts=True)
@@ -207,8 +189,7 @@ def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
 
     report = lab.run(case).must_be("identical")
     assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
-    assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
     if p == d:
         stock = lab.run(case.stock())
-        assert stock.outcome == "corrupt", stock
+        stock.must_be("corrupt")
         assert stock.wrong_elements > 0

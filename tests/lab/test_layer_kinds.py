@@ -145,30 +145,17 @@ def model(lab: Lab, request: pytest.FixtureRequest) -> Model:
     return found
 
 
-def _play(
-    lab: Lab, model: Model, prefill: Mapping[str, int], decode: Mapping[str, int], **how: str
-) -> Report:
+def _play(lab: Lab, model: Model, prefill: Mapping[str, int], decode: Mapping[str, int]) -> Report:
     sides = (replace(model.engine, **side) for side in (prefill, decode))  # type: ignore[arg-type]
     case = Case(f"{model.engine.kinds}, P {prefill}, D {decode}", *sides, model.prompt_tokens)
-    return lab.on_d(case, **how)  # type: ignore[arg-type]
-
-
-def _assert_came(report: Report, expected: tuple[Outcome, str]) -> None:
-    outcome, words = expected
-    assert report.outcome == outcome, report
-    assert words in report.detail, report
-    if outcome == "identical":
-        assert report.total_elements > 0
+    report = lab.on_d(case)
+    assert report.noticed or report.outcome != "identical", report
+    return report
 
 
 def test_a_like_pair(lab: Lab, model: Model) -> None:
-    _assert_came(
-        _play(lab, model, {}, {"planned_blocks": model.engine.planned_blocks - 2}), _IDENTICAL
-    )
-
-
-def test_a_spoilt_layer_is_noticed(lab: Lab, model: Model) -> None:
-    assert _play(lab, model, {}, {}, sabotage="skip_state").outcome == "corrupt"
+    decode = {"planned_blocks": model.engine.planned_blocks - 2}
+    _play(lab, model, {}, decode).must_be("identical")
 
 
 def test_other_blocks(lab: Lab, model: Model) -> None:
@@ -178,10 +165,10 @@ def test_other_blocks(lab: Lab, model: Model) -> None:
     if Version(lab.release) < Version(model.registers_since):
         larger = replace(model.engine, **twice)  # type: ignore[arg-type]
         stock = lab.run(Case("larger blocks, stock", larger, larger, model.prompt_tokens))
-        _assert_came(stock, _NO_ENGINE)
-        _assert_came(_play(lab, model, twice, {}), _NO_ENGINE)
+        stock.must_be(*_NO_ENGINE)
+        _play(lab, model, twice, {}).must_be(*_NO_ENGINE)
         return
-    _assert_came(_play(lab, model, twice, {}), model.cut)
+    _play(lab, model, twice, {}).must_be(*model.cut)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
@@ -190,7 +177,7 @@ def test_other_ranks(lab: Lab, model: Model, ranks: tuple[int, int]) -> None:
     is_read = Version(lab.release) < Version(model.refuses_ranks_since)
     expected = _IDENTICAL if is_read else model.ranks[ranks]
 
-    _assert_came(_play(lab, model, {"tp_size": p}, {"tp_size": d}), expected)
+    _play(lab, model, {"tp_size": p}, {"tp_size": d}).must_be(*expected)
 
 
 # -- smaller blocks of pooled tokens (Whisper): behind one another they are a larger one ----------
@@ -225,8 +212,8 @@ def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
 
     # What makes it right to leave it: the release alone is.
     assert (lab.run(case).outcome == "identical") is joins
-    _assert_came(lab.on_d(case), expected)
+    lab.on_d(case).must_be(*expected)
     if not engine.is_hybrid:
         hit = replace(case, prefix_hit_tokens=32)
         assert lab.run(hit).outcome != "identical"
-        _assert_came(lab.on_d(hit), expected)
+        lab.on_d(hit).must_be(*expected)

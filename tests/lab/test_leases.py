@@ -24,9 +24,7 @@ from .test_stale_blocks import (
     Scene,
     _assert_computed,
     _assert_nothing_wrong_is_cached,
-    has_policy,
     prefill,
-    states_holds,
 )
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -110,10 +108,9 @@ def test_where_p_gives_its_word_no_clock_is_looked_at(stage: Stage, lab: Lab, ki
     assert_identical(decode, [prompt], loaded(prompt, lab.release))
 
 
+@pytest.mark.on(since="0.13")  # else: all loads that fail are computed, or none
 def test_d_computes_the_load(stage: Stage, lab: Lab, kind: str) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
-    if not states_holds(lab.release) or not has_policy(lab.release):
-        pytest.skip("this release computes all loads that fail, or none")
     actor = prefill(stage, SPEC, patched=False)
     decode = stage.decode(replace(UNLIKE[kind], own_scheduler=True, load_failure_policy="fail"))
     introduce(decode, stage.prompts(1, TOKENS), actor)

@@ -20,6 +20,7 @@ from .releases import has_tpus
 from .selection import in_turns
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
+from .test_state_ranks import _spec as of_states
 
 pytestmark = [
     pytest.mark.lab,
@@ -70,10 +71,6 @@ def _turns(tokens: int) -> EngineSpec:
 
 
 _indexed = replace(_latents(64), layout="NHD", layers=4, has_indexer=True, planned_blocks=40)
-CHECKED = {"checked": 1, "partly": 0, "alarm": 0, "unchecked": 0}
-PARTLY = {"checked": 0, "partly": 1, "alarm": 0, "unchecked": 0}
-ALARM = {"checked": 0, "partly": 0, "alarm": 1, "unchecked": 0}
-UNCHECKED = {"checked": 0, "partly": 0, "alarm": 0, "unchecked": 1}
 
 
 @dataclass
@@ -109,7 +106,7 @@ class Scene:
     def fail_handed_on(self) -> None:
         """A fresh prompt, whose blocks P writes to once it has its digests: its load fails."""
         prompt, ask = self.fresh()
-        assert self.prefill.call("make_digests", prompt.name) == "made"
+        assert self.prefill.call("digests.made", prompt.name) == "made"
         self.prefill.call("hand_on", prompt.name)
         self.decode.ask(ask)
         self.decode.must_fail(prompt)
@@ -117,16 +114,16 @@ class Scene:
     def ask_spoilt(self, how: str, reads: int) -> Prompt:
         """A fresh prompt, of which wrong bytes come once it has been read."""
         prompt, ask = self.fresh()
-        assert self.prefill.call("make_digests", prompt.name) == "made"
+        assert self.prefill.call("digests.made", prompt.name) == "made"
         self.decode.call("ask_spoilt", [ask], how, reads)
         return prompt
 
     def assert_counted(self, **found: int) -> None:
         """What D's ranks have counted since the last time, each for itself."""
-        found = {"partly": 0, **found}
+        found = {**dict.fromkeys(self.counted, 0), **found}
         end = time.monotonic() + _SECONDS  # a load that fails on one rank goes on at the other
         while True:
-            now = self.decode.call("checked")
+            now = self.decode.call("digests.counts")
             since = {name: now[name] - self.counted[name] for name in now}
             if since == found or time.monotonic() > end:
                 self.counted = now
@@ -149,11 +146,7 @@ def scene(
     )
     d = stage.start(decode)
     introduce(d, [stage.prompt(tokens)], p)
-    return Scene(stage, lab, p, d, d.call("checked"), tokens)
-
-
-def times(counts: dict[str, int], ranks: int) -> dict[str, int]:
-    return {name: count * ranks for name, count in counts.items()}
+    return Scene(stage, lab, p, d, d.call("digests.counts"), tokens)
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -171,7 +164,7 @@ def test_good_loads_are_checked(pair: tuple[Scene, int]) -> None:
     scene.decode.ask(ask)
 
     assert_identical(scene.decode, [prompt], loaded(prompt, scene.lab.release))
-    scene.assert_counted(**times(CHECKED, scene.decode.spec.tp_size))
+    scene.assert_counted(checked=scene.decode.spec.tp_size)
     assert scene.prefill.heard([prompt]) == names([prompt])
 
 
@@ -189,7 +182,7 @@ def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
     # The bytes are those of one rank of D's, or of both.
     ranks = scene.decode.spec.tp_size
     wrong = 1 if how == "flip" else ranks
-    scene.assert_counted(checked=ranks - wrong, alarm=wrong, unchecked=0)
+    scene.assert_counted(checked=ranks - wrong, alarm=wrong)
     scene.assert_told(prompt)
     test_good_loads_are_checked(pair)
 
@@ -198,7 +191,7 @@ def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int
     """P still holds them, so that its word says nothing of it."""
     scene, _ = pair
     scene.fail_handed_on()
-    scene.assert_counted(**times(ALARM, scene.decode.spec.tp_size))
+    scene.assert_counted(alarm=scene.decode.spec.tp_size)
 
 
 @pytest.mark.parametrize("ranks", [(4, 1), (1, 4)])
@@ -208,7 +201,7 @@ def test_heads_that_several_ranks_share_are_checked(
     """Whichever of them they were read from."""
     found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
     found.load_rightly()
-    found.assert_counted(**times(CHECKED, ranks[1]))
+    found.assert_counted(checked=ranks[1])
 
 
 @pytest.mark.parametrize(
@@ -228,27 +221,29 @@ def test_each_head_is_read_from_one_rank(
         prompt, ask = found.fresh()
         found.decode.ask(ask)
         found.decode.must_hold(prompt)
-        found.assert_counted(**times(CHECKED, ranks[1]))
+        found.assert_counted(checked=ranks[1])
         assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
     assert found.decode.left() == before
     found.decode.must_fail(found.ask_spoilt("layer", heads))
-    found.assert_counted(**times(ALARM, ranks[1]))
+    found.assert_counted(alarm=ranks[1])
 
 
 #: Kinds of caches: P, D, the first release that has them, and what a good load counts as.
 KINDS = {
-    "fp8": (spec(dtype="fp8"), spec(layout="NHD", block_tokens=48, dtype="fp8"), "0.11.1", CHECKED),
-    "latents": (_latents(32), _latents(16), "0.11.1", CHECKED),
-    "a TPU's": (_turns(32), _turns(64), "0.11.1", CHECKED),
-    "indexers": (_indexed, _indexed, "0.11.1", CHECKED),
+    "fp8": (
+        spec(dtype="fp8"), spec(layout="NHD", block_tokens=48, dtype="fp8"), "0.11.1", "checked",
+    ),
+    "latents": (_latents(32), _latents(16), "0.11.1", "checked"),
+    "a TPU's": (_turns(32), _turns(64), "0.11.1", "checked"),
+    "indexers": (_indexed, _indexed, "0.11.1", "checked"),
     "cross-layer": (
-        spec(layout="BLHNC", block_tokens=32), spec(layout="LHBNC"), "0.29", CHECKED,
+        spec(layout="BLHNC", block_tokens=32), spec(layout="LHBNC"), "0.29", "checked",
     ),
     **{
         # The last block is left out where nobody knows whose it is.
         f"whole, {p} ranks to {d}": (
             replace(WHOLE, tp_size=p), replace(WHOLE, tp_size=d), "0.29",
-            PARTLY if p > d else CHECKED,
+            "partly" if p > d else "checked",
         )
         for p, d in ((1, 1), (2, 1), (1, 2), (2, 2))
     },
@@ -264,7 +259,7 @@ def test_each_kind_of_cache_is_checked(stage: Stage, lab: Lab, name: str) -> Non
         pytest.skip("this release has no such caches")
     found = scene(lab, stage, p, d, 300)
     found.load_rightly()
-    found.assert_counted(**times(counts, d.tp_size))
+    found.assert_counted(**{counts: d.tp_size})
     found.fail_handed_on()
 
 
@@ -283,9 +278,9 @@ def test_reads_in_the_engines_steps_are_checked(stage: Stage, lab: Lab) -> None:
     prompt, ask = found.fresh()
     found.decode.ask(ask)
     assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-    found.assert_counted(**CHECKED)
+    found.assert_counted(checked=1)
     found.fail_handed_on()
-    found.assert_counted(**ALARM)
+    found.assert_counted(alarm=1)
 
 
 @pytest.mark.parametrize(("how", "kind"), in_turns(["flip", "swap", "layer"], ["like", "64 to 32"]))
@@ -301,7 +296,7 @@ def test_without_digests_they_are_received(stage: Stage, lab: Lab, kind: str, ho
 
     found.decode.must_receive(prompt)
     assert found.decode.wrong(prompt)[0] > 0
-    found.assert_counted(checked=0, alarm=0, unchecked=0)
+    found.assert_counted()
 
 
 @pytest.mark.parametrize("kind", ["like", "64 to 32"])
@@ -313,7 +308,7 @@ def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
         with Stage(lab) as stage:
             found = scene(lab, stage, replace(prefill, settings=p), replace(decode, settings=d))
             found.load_rightly()
-            found.assert_counted(**CHECKED)
+            found.assert_counted(checked=1)
             found.fail_handed_on()
 
 
@@ -330,21 +325,21 @@ def test_loads_without_a_digest_are_counted_as_such(
         prefill = replace(prefill, settings=(("KVPATCH_DIGEST", "off"),))
     found = scene(lab, stage, prefill, decode)
     if why == "P is late":
-        found.prefill.call("keep_from_digests", True)
+        found.prefill.call("digests.keep_from", True)
     prompt, ask = found.fresh()
     answer = json.loads(ask.answer)
     assert (FIELD in answer) == (why != "P has them off")
     if why == "a proxy leaves it out":
         del answer[FIELD]
-    found.counted = found.decode.call("checked")
+    found.counted = found.decode.call("digests.counts")
 
     found.decode.ask(replace(ask, answer=json.dumps(answer)))
 
     assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
     assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
-    found.assert_counted(**UNCHECKED)
+    found.assert_counted(unchecked=1)
     if why == "P is late":
-        found.prefill.call("keep_from_digests", False)
+        found.prefill.call("digests.keep_from", False)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
@@ -364,40 +359,27 @@ def test_loads_through_a_host_buffer_are_counted_as_not_checked(
     assert (FIELD in json.loads(ask.answer)) == (side == "D")
     found.decode.ask(ask)
     found.decode.must_hold(prompt)
-    found.assert_counted(**UNCHECKED)
+    found.assert_counted(unchecked=1)
 
 
 def test_stale_bytes_get_no_digest(stage: Stage, lab: Lab) -> None:
     """P's lease runs out, and its blocks are another request's, before it has digested them."""
     found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
-    found.prefill.call("keep_from_digests", True)
+    found.prefill.call("digests.keep_from", True)
     prompt, ask = found.fresh()
-    found.prefill.call("note_holds")
+    found.prefill.call("digests.note_holds")
     time.sleep(_SHORT_SECONDS + 0.1)
     assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
     found.prefill.call("hand_on", prompt.name)
-    found.prefill.call("keep_from_digests", False)
+    found.prefill.call("digests.keep_from", False)
 
-    assert found.prefill.call("make_digests", prompt.name) == "none"
+    assert found.prefill.call("digests.made", prompt.name) == "none"
 
     found.decode.ask(ask)
     found.decode.must_fail(prompt)
 
 
-_STATES = replace(
-    EngineSpec(
-        layout="HND",
-        block_tokens=64,
-        planned_blocks=48,
-        layers=4,
-        kv_heads=4,
-        head_dim=32,
-        has_state=True,
-        state_kind="mamba2",
-    ),
-    settings=(("KVPATCH_DIGEST", "all"),),
-    patched=True,
-)
+_STATES = replace(of_states(1, "mamba2", 64), settings=(("KVPATCH_DIGEST", "all"),), patched=True)
 
 
 def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -> Scene:
@@ -408,7 +390,7 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
     p, d = (replace(_STATES, tp_size=size) for size in ranks)
     found = scene(lab, stage, p, replace(d, block_tokens=tokens))
     found.load_rightly()  # before 0.20 what introduced P may be loaded only now
-    found.counted = found.decode.call("checked")
+    found.counted = found.decode.call("digests.counts")
     return found
 
 
@@ -419,14 +401,14 @@ def test_recurrent_states_are_checked(
     """A wrong bit in the last layer's fails the load, as one of attention's does."""
     found = _states_scene(lab, stage, ranks, tokens)
     found.load_rightly()
-    found.assert_counted(**times(CHECKED, ranks[1]))
+    found.assert_counted(checked=ranks[1])
 
     prompt = found.ask_spoilt("flip", ranks[1])
 
     seen = found.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
     assert any("its recurrent state" in line for line in seen.logged)
-    found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
+    found.assert_counted(checked=ranks[1] - 1, alarm=1)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
@@ -436,10 +418,10 @@ def test_states_of_other_ranks_are_not_and_attention_is(
     """Each rank has its own share of a state: the load is called unchecked, unless it is wrong."""
     found = _states_scene(lab, stage, ranks, 64)
     found.load_rightly()
-    found.assert_counted(**times(UNCHECKED, ranks[1]))
+    found.assert_counted(unchecked=ranks[1])
 
     found.fail_handed_on()
-    found.assert_counted(**times(ALARM, ranks[1]))
+    found.assert_counted(alarm=ranks[1])
 
 
 @pytest.mark.on(reads_states_by_latents=True)
@@ -461,7 +443,7 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage
     found.prefill.call("part_copies")
     for _ in range(3):
         prompt, ask = found.fresh()
-        assert found.prefill.call("make_digests", prompt.name) == "made"
+        assert found.prefill.call("digests.made", prompt.name) == "made"
         found.decode.ask(ask)
         found.decode.must_receive(prompt)
-    assert found.decode.call("checked")["alarm"] == 0
+    assert found.decode.call("digests.counts")["alarm"] == 0

@@ -234,9 +234,8 @@ def test_a_host_buffer(stage: Stage, lab: Lab) -> None:
 
 
 @pytest.mark.every_release
+@pytest.mark.on(server_arguments=True)
 def test_an_engine_describes_itself(stage: Stage, lab: Lab) -> None:
-    if not FACTS[lab.release].server_arguments:
-        pytest.skip("this release's engines are not described")
     spec = engine(block_tokens=32)
     prefill, decode = stage.prefill(spec), stage.decode(spec)
     teller = Teller(decode, lab.release)

@@ -41,17 +41,13 @@ MLA, FLASHINFER = replace(SPEC, family="mla", head_dim=64), replace(SPEC, family
 POOL = replace(SPEC, patched=True, settings=(("KVPATCH_HOST_BUFFER", "always"),))
 
 
-def _on(spec: EngineSpec) -> EngineSpec:
-    return spec if spec.patched else replace(spec, patched=True)
-
-
 def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:
     return Case("mirror", *pair, prompt_tokens=TOKENS, n_requests=2)
 
 
 @pytest.mark.parametrize("spec", [SPEC, NHD], ids=["HND", "NHD"])
 def test_like_pair_is_the_releases(lab: Lab, spec: EngineSpec) -> None:
-    for pair in [(spec, _on(spec)), (_on(spec), spec), (_on(spec), _on(spec))]:
+    for pair in [(spec, spec.on()), (spec.on(), spec), (spec.on(), spec.on())]:
         lab.run(_case(pair)).must_be("identical")
 
 
@@ -73,10 +69,10 @@ def test_unlike_pair_is_right_or_refused(lab: Lab, name: str) -> None:
         pytest.skip("known to be wrong (docs/reference/limits.md): P cannot say what it has")
     stock = lab.run(_case(pair)) if POOL not in pair else None
 
-    report = lab.run(_case((pair[0], _on(pair[1]))))
+    report = lab.run(_case((pair[0], pair[1].on())))
 
     if stock is not None and stock.outcome == "identical" and "NHD" not in name:
-        assert report.outcome == "identical", report
+        report.must_be("identical")
     else:
         assert report.outcome in ("identical", "refused"), (stock, report)
     if report.outcome == "refused" and stock is not None and stock.outcome == "corrupt":
@@ -100,11 +96,10 @@ def test_with_kvpatchs_buffer_on_both_sides_any_blocks_are_read(lab: Lab) -> Non
 @pytest.mark.parametrize("spec", [MLA, FLASHINFER], ids=["latents", "blocks first"])
 def test_copies_of_another_dimension_are_refused(lab: Lab, spec: EngineSpec) -> None:
     """<= 0.22 the platform's copies take the second dimension for that of blocks."""
-    report = lab.run(_case((_on(spec), _on(spec))))
+    report = lab.run(_case((spec.on(), spec.on())))
 
     if Version(lab.release) < Version("0.23"):
-        assert report.outcome == "refused", report
-        assert "set KVPATCH_HOST_BUFFER=always" in report.detail
+        report.must_be("refused", "set KVPATCH_HOST_BUFFER=always")
         spec = replace(spec, settings=POOL.settings)
-        report = lab.run(_case((_on(spec), _on(spec))))
-    assert report.outcome == "identical", report
+        report = lab.run(_case((spec.on(), spec.on())))
+    report.must_be("identical")

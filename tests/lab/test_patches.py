@@ -71,9 +71,9 @@ def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
 def test_block_count(lab: Lab, name: str) -> None:
     _, stock, patched = _both(lab, name)
 
-    assert patched.outcome == "identical", patched
+    patched.must_be("identical")
     if _counts_tensors(lab):
-        assert stock.outcome == "identical", stock
+        stock.must_be("identical")
     else:
         assert stock.outcome in ("refused", "failed", "corrupt"), stock
 
@@ -94,13 +94,12 @@ def test_shared_tensors(lab: Lab) -> None:
 def test_kvcached_regions(lab: Lab, name: str) -> None:
     case, stock, patched = _both(lab, name)
 
-    assert patched.outcome == "identical", patched
+    patched.must_be("identical")
     if _facts(lab).cache_shape == "keys first" and case.decode.family == "flash":
-        assert stock.outcome == "identical", stock
+        stock.must_be("identical")
     else:
         # One release moves bytes that are not its own and dies of it.
         assert stock.outcome in ("corrupt", "failed"), stock
-    assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 
 @pytest.mark.parametrize("blocks", [(32, 64), (64, 32)], ids=str)
@@ -115,7 +114,6 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
     case = Case("split halves", prefill, decode, prompt_tokens=192)
 
     lab.run(case.patched()).must_be("identical")
-    assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 
 def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> None:
@@ -132,6 +130,6 @@ def test_without_one_patch_its_problem_is_back(lab: Lab) -> None:
     others = ("kvcached_layout", "shared_tensors", "kvcached_regions")
     alone, without = lab.run(case.patched("block_count")), lab.run(case.patched(*others))
 
-    assert alone.outcome == "identical", alone
+    alone.must_be("identical")
     expected = "identical" if _counts_tensors(lab) else "refused"
     assert without.outcome == expected, without

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,28 +9,18 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import inner_layout_of_axes
 from kvpatch.tools.planning.models_and_backends import BACKENDS
-from tests.releases.cache import tree
 
 from .backend_shapes import CLASSES, MAY_BE_MISSING
-from .host import ANCESTOR, Lab, environment
+from .case import EngineSpec
+from .host import Lab
+from .stage import Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(cache_shape="packed")]
 
 
-@cache
-def _shapes(release: str) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:
-        variables = environment(tree(release), Path(folder))
-        printed = ANCESTOR.run(variables, Path(folder), "tests.lab.backend_shapes")
-    last = printed.rstrip().rpartition("\n")[2]
-    assert last.startswith("{"), printed[-2000:]
-    found: dict[str, Any] = json.loads(last)
-    return found
-
-
-def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
+def test_a_backends_cache_is_what_a_plan_takes_it_for(stage: Stage, lab: Lab) -> None:
     facts = FACTS[lab.release]
-    found = _shapes(lab.release)
+    found: dict[str, Any] = stage.start(EngineSpec()).call("backend_shapes")
 
     assert found.keys() | set(MAY_BE_MISSING) == CLASSES.keys() == BACKENDS.keys()
     for name, shape in found.items():
@@ -50,12 +36,8 @@ def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
             assert shape["kernel_sizes"]["exact"] == list(sizes.exact[0]), name
             assert shape["kernel_sizes"]["multiples"] == list(sizes.multiples[0]), name
 
-
-def test_negative_control_another_releases_cache_is_noticed(lab: Lab) -> None:
-    """FlashAttention's and latents' dimensions are not each other's."""
-    shape = _shapes(lab.release)["FLASH_ATTN"]
-    orders = {name: BACKENDS[name].order(FACTS[lab.release]) for name in ("FLASH_ATTN", "FLASHMLA")}
-
-    fitting = [name for name, order in orders.items() if order.dimensions == tuple(shape["dims"])]
-
+    # The negative control: FlashAttention's and latents' dimensions are not each other's.
+    dims = tuple(found["FLASH_ATTN"]["dims"])
+    orders = {name: BACKENDS[name].order(facts) for name in ("FLASH_ATTN", "FLASHMLA")}
+    fitting = [name for name, order in orders.items() if order.dimensions == dims]
     assert fitting == ["FLASH_ATTN"]

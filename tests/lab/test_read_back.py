@@ -10,10 +10,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from packaging.version import Version
 
 from .engine_api import Ask, Prompt
-from .host import Lab
 from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
 from .test_same_prompt import MODELS, SPEC
@@ -43,7 +41,7 @@ def _turn(stage: Stage, prefill: Actor, decode: Actor) -> tuple[Prompt, str]:
     for _ in range(2):  # the step that was ahead, and the one that tells workers of the answer
         decode.call("tick")
     assert prefill.heard([prompt]) == {prompt.name}
-    prefill.call("forget")
+    prefill.call("scheduler.forget")
     return prompt, json.dumps({**TO_BE_READ, **json.loads(answered.answer)})
 
 
@@ -71,11 +69,10 @@ def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
         assert prefill.wrong(again)[0] == 0, f"{name}, from P's prefix cache"
 
 
+@pytest.mark.on(since="0.25")  # else: no such layers
 @pytest.mark.parametrize("tokens", [_BLOCK, 2 * _BLOCK])
-def test_a_turn_with_a_gap(stage: Stage, lab: Lab, tokens: int) -> None:
+def test_a_turn_with_a_gap(stage: Stage, tokens: int) -> None:
     """D has let go of blocks between the prompt and the end of its answer (R-SWA)."""
-    if Version(lab.release) < Version("0.25"):
-        pytest.skip("<= 0.24 has no such layers")
     window, answer = 20, 90
     spec = replace(_SPEC, reference_window=window)
     prefill = stage.start(spec, _BOTH_WAYS)

@@ -44,13 +44,11 @@ def test_it_moves_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with _lab(tmp_path, monkeypatch, {}) as lab:
         stock = lab.run(unlike)
         found = [lab.run(case.patched()) for case in (_LIKE, unlike)]
-        spoilt = lab.run(_LIKE.patched(), sabotage="shift_block")
         logs = _logs(lab)
 
     assert stock.outcome != "identical", stock
     assert [report.outcome for report in found] == ["identical"] * 2, found
     assert all(report.moved_tokens for report in found)
-    assert spoilt.outcome == "corrupt", spoilt
     assert _AS_NEWEST in logs
 
 
@@ -69,4 +67,4 @@ def test_a_patch_whose_code_has_moved_is_refused_alone(
 
     assert "PatchRefused" in refused.detail and "KVPATCH_DISABLE=metrics" in refused.detail
     assert f"{_STATS}: expected NixlKVConnectorStats.is_empty as in" in refused.detail
-    assert served.outcome == "identical", served
+    served.must_be("identical")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from tests.conftest import release_of, unit_of
 
 from .releases import ends_of_generations
 from .selection import Share, share
@@ -76,21 +75,3 @@ def test_of_none(lab): pass
         result.stdout.fnmatch_lines([f"*KVPATCH_TEST_SHARE={part}/3*"])
     assert sorted(played) == sorted(set(played))
     assert len(played) == len(names) * (len(ends) - 1)
-
-
-def test_a_release_is_read_from_a_tests_name() -> None:
-    """What sends all tests of one release to one process."""
-    for release in RELEASES:
-        for shape in (f"[{release}]", f"[HND 16-{release}-a]", f"[{release}-1-2.5]"):
-            assert release_of(f"tests/lab/test_x.py::test_y{shape}") == release
-    for pair in ("0.9.2-0.10.1.1", "0.10.1.1-0.9.2"):
-        assert release_of(f"tests/lab/test_x.py::test_y[{pair}-a]") == "0.10.1.1"
-    assert release_of("tests/lab/test_x.py::test_y[HND 16]") is None
-    assert release_of("tests/contract/test_x.py::test_y[0.10.0]") is None
-
-
-def test_one_release_alone_is_spread_by_file() -> None:
-    test = "tests/lab/test_x.py::test_y[0.33.0-HND]"
-    assert unit_of(test, ["0.32.0", "0.33.0"]) == "0.33.0"
-    assert unit_of(test, ["0.33.0"]) == "tests/lab/test_x.py"
-    assert unit_of("tests/patching/test_x.py::test_y", ["0.33.0"]).endswith("test_y")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Sabotage
+from .case import Case, EngineSpec
 from .host import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -42,13 +42,6 @@ def test_it_is_identical(lab: Lab, case: Case) -> None:
     lab.on_d(case).must_be("identical")
 
 
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-def test_wrong_bytes_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    case = _CASES[3].patched(prefill=False)
-
-    assert lab.run(case, sabotage=sabotage).outcome == "corrupt"
-
-
 @pytest.mark.parametrize(
     ("case", "since"),
     [(_case(2, (2, 32), (1, 32)), "0.20"), (_case(2, (1, 32), (4, 32)), "0.24")],
@@ -61,5 +54,5 @@ def test_what_stock_reads_stays_with_it(lab: Lab, case: Case, since: str) -> Non
     stock = lab.run(case)
     patched = lab.on_d(case)
 
-    assert stock.outcome == "identical", stock
+    stock.must_be("identical")
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)

@@ -6,15 +6,15 @@ rows by regions of all groups. kvpatch, on D, leaves to it what it gets right, a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Outcome, Report, Sabotage
+from .case import Case, EngineSpec, Outcome, Report
 from .host import Lab
-from .selection import in_turns, some_of
-from .states import StateSabotage
+from .selection import some_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.29")]
 
@@ -48,13 +48,9 @@ def _sides(case: Case) -> tuple[EngineSpec, EngineSpec]:
     return case.prefill, case.decode
 
 
-def _ours(lab: Lab, case: Case, sabotage: Sabotage | StateSabotage | None = None) -> Report:
-    return lab.on_d(case, sabotage=sabotage)
-
-
 def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
     """What is right without kvpatch stays right, and all else is refused."""
-    stock, ours = lab.run(case.stock()), _ours(lab, case)
+    stock, ours = lab.run(case.stock()), lab.on_d(case)
     right: Outcome = "identical" if stock.outcome == "identical" else "refused"
     assert ours.outcome == right, (stock, ours)
     if right == "identical":
@@ -62,64 +58,41 @@ def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
     return stock, ours
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "heads"),
-    some_of(_MODELS, [(1, 1), (2, 2)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
-    ids=str,
-)
-def test_as_many_ranks(lab: Lab, name: str, ranks: tuple[int, int], heads: int) -> None:
-    """0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller."""
+_ROWS = [
+    *some_of(_MODELS, [(1, 1), (2, 2)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
+    *itertools.product(_MODELS, [(1, 2), (2, 1)], [_HEADS_ON_EACH, _HEADS_SHARED_OUT]),
+    # P has a head on each rank, or each of two heads on two of four.
+    *itertools.product(["whole state"], [(2, 4), (4, 2)], [2]),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "heads"), _ROWS, ids=str)
+def test_what_stock_reads_rightly_stays_right(
+    lab: Lab, name: str, ranks: tuple[int, int], heads: int
+) -> None:
+    """Where ranks have heads of their own rows are unlike, and right of one attention layer alone.
+
+    0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller.
+    """
     release, has_whole = Version(lab.release), "whole" in name
     if release < Version("0.30") and not has_whole:
         pytest.skip("this release takes no such model without a whole state")
+    is_short = has_whole and Version("0.30") <= release < Version("0.32")
+    is_shared_out = heads == _HEADS_SHARED_OUT and ranks[0] != ranks[1]
 
     stock, ours = _expect_like_stock(lab, _case(name, ranks, heads))
 
-    is_short = has_whole and Version("0.30") <= release < Version("0.32")
-    assert stock.outcome == ("corrupt" if is_short else "identical"), stock
-    assert (_SHORT in ours.detail) is is_short
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
-def test_heads_on_each_rank(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
-    """Rows are alike there, and stock is right, as far as it copies all of a state."""
-    release, has_whole = Version(lab.release), "whole" in name
-    if release < Version("0.30") and not has_whole:
-        pytest.skip("this release takes no such model without a whole state")
-
-    stock, _ = _expect_like_stock(lab, _case(name, ranks))
-
-    if has_whole and Version("0.30") <= release < Version("0.32"):
-        assert stock.outcome == "corrupt"
-    elif name == "attention" and ranks == (2, 1):  # which it refuses for any model of heads alone
-        assert stock.outcome == "refused"
+    if is_shared_out:
+        assert (stock.outcome == "identical") is (name == "one attention layer"), stock
+        if name == "delta nets":
+            stock.must_be("corrupt")
+            assert _OVERLAY in ours.detail
+    elif (name, ranks, heads) == ("attention", (2, 1), _HEADS_ON_EACH):
+        stock.must_be("refused")  # as it does for any model of heads alone
     else:
-        assert stock.outcome == "identical"
-
-
-@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=str)
-def test_a_head_on_two_ranks(lab: Lab, ranks: tuple[int, int]) -> None:
-    """P has a head on each rank, or each of two heads on two of four."""
-    stock, _ = _expect_like_stock(lab, _case("whole state", ranks, heads=2))
-
-    is_short = Version("0.30") <= Version(lab.release) < Version("0.32")
-    assert stock.outcome == ("corrupt" if is_short else "identical")
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
-def test_heads_shared_out(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
-    """Rows are unlike there: what stock makes of them is right of one attention layer alone."""
-    if Version(lab.release) < Version("0.30") and "whole" not in name:
-        pytest.skip("this release takes no such model without a whole state")
-
-    stock, ours = _expect_like_stock(lab, _case(name, ranks, _HEADS_SHARED_OUT))
-
-    assert (stock.outcome == "identical") is (name == "one attention layer"), stock
-    if name == "delta nets":
-        assert stock.outcome == "corrupt", stock
-        assert _OVERLAY in ours.detail
+        stock.must_be("corrupt" if is_short else "identical")
+    if ranks[0] == ranks[1]:
+        assert (_SHORT in ours.detail) is is_short
 
 
 @pytest.mark.on(since="0.30")
@@ -130,7 +103,7 @@ def test_a_ring_longer_than_a_summary(lab: Lab) -> None:
 
     stock, ours = _expect_like_stock(lab, replace(case, prefill=p, decode=d))
 
-    assert stock.outcome == "corrupt"
+    stock.must_be("corrupt")
     assert _SHORT in ours.detail
     assert "larger --block-size" in ours.detail
 
@@ -140,25 +113,7 @@ def test_other_blocks(lab: Lab, ranks: tuple[int, int]) -> None:
     case = _case("whole state", ranks)
     twice = replace(case.prefill, block_tokens=128)
 
-    report = _ours(lab, replace(case, prefill=twice))
-
-    assert report.outcome == "refused"
-    assert "move whole: use one block size" in report.detail
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "ranks"),
-    in_turns(["skip_part", "swap_ranks", "skip_state", "skip_layer"], [(1, 2), (2, 1)]),
-    ids=str,
-)
-def test_spoilt_states_are_noticed(
-    lab: Lab, ranks: tuple[int, int], sabotage: Sabotage | StateSabotage
-) -> None:
-    """Of a delta net, whose layer is the first, and of the whole state in the second."""
-    if Version("0.30") <= Version(lab.release) < Version("0.32"):
-        pytest.skip("this release's are not read")
-
-    _ours(lab, _case("whole state", ranks), sabotage).must_be("corrupt")
+    lab.on_d(replace(case, prefill=twice)).must_be("refused", "move whole: use one block size")
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
@@ -177,7 +132,7 @@ def test_states_inside_blocks(lab: Lab, kind: str, ranks: tuple[int, int]) -> No
 
     stock, ours = _expect_like_stock(lab, Case(f"{kind} {ranks}", p, d, _PROMPT_TOKENS))
 
-    assert stock.outcome == ("corrupt" if kind == "mamba2, one group" else "identical")
+    stock.must_be("corrupt" if kind == "mamba2, one group" else "identical")
     if stock.outcome == "corrupt":
         assert "every rank has whole" in ours.detail
 
@@ -201,10 +156,8 @@ def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -
     seen = "corrupt" if slots[0] < slots[1] else "identical"
     assert lab.run(case.stock()).outcome == seen
     if says:
-        assert report.outcome == "refused", report
-        assert f"a ring of {slots[1]} here" in report.detail
-        assert "have them draft as many tokens" in report.detail
+        report.must_be("refused", f"a ring of {slots[1]} here", "have them draft as many tokens")
     else:
         assert report.outcome == seen, "docs/reference/limits.md"
     like = replace(case, prefill=d)
-    assert lab.run(like.patched()).outcome == "identical"
+    lab.run(like.patched()).must_be("identical")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
@@ -31,11 +30,6 @@ _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 _EXTRA = {"kv_lease_duration": _LEASE_SECONDS}
 #: How D's blocks differ from P's.
 UNLIKE = {"like": SPEC, "unlike": replace(SPEC, block_tokens=32)}
-
-
-def states_holds(release: str) -> bool:
-    """From 0.11.1 the scheduler knows what its workers state."""
-    return FACTS[release].listens_in_scheduler
 
 
 def prefill(stage: Stage, spec: EngineSpec, *, patched: bool) -> Actor:
@@ -59,6 +53,13 @@ class Scene:
         (ask,) = actor.compute(prompt)
         return prompt, ask
 
+    def serve(self, actor: Actor) -> Prompt:
+        """A fresh prompt, which D has loaded as P had it."""
+        prompt, ask = self.fresh(actor)
+        self.decode.ask(ask)
+        assert_identical(self.decode, [prompt], loaded(prompt, self.release))
+        return prompt
+
     def stale(self, actor: Actor) -> tuple[Prompt, Ask]:
         """A prompt whose blocks another request has got since."""
         prompt, ask = self.fresh(actor)
@@ -70,7 +71,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(lab: Lab) -> Iterator[Scene]:
-    if not states_holds(lab.release):
+    if not FACTS[lab.release].listens_in_scheduler:
         pytest.skip("<= 0.11.0 P cannot say where its tables are")
     with Stage(lab) as stage:
         actors = {
@@ -87,17 +88,13 @@ def scene(lab: Lab) -> Iterator[Scene]:
 def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) -> None:
     """The load fails; good ones before and after it are identical."""
     actor = scene.prefill[kind, True]
-    before, ask_before = scene.fresh(actor)
-    scene.decode.ask(ask_before)
-    assert_identical(scene.decode, [before], loaded(before, scene.release))
+    before = scene.serve(actor)
     prompt, ask = scene.stale(actor)
 
     scene.decode.ask(ask)
 
     scene.decode.must_fail(prompt)
-    after, ask_after = scene.fresh(actor)
-    scene.decode.ask(ask_after)
-    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    after = scene.serve(actor)
     assert actor.heard([before, after]) == names([before, after])
 
 
@@ -136,9 +133,7 @@ def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None
     prompt, ask = scene.stale(like)
     decode.ask(ask)
     decode.must_fail(prompt)
-    before, ask = scene.fresh(like)
-    decode.ask(ask)
-    assert_identical(decode, [before], loaded(before, lab.release))
+    scene.serve(like)
     ours = ("kvpatch-reads", "kvpatch-copies")
     assert not [name for name in decode.call("threads") if name.startswith(ours)]
 
@@ -219,9 +214,7 @@ def test_a_word_at_a_forged_address_fails_its_own_load(
     forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
     scene.decode.ask(replace(ask, answer=json.dumps(forged)))
     scene.decode.must_fail(prompt)
-    after, ask_after = scene.fresh(actor)
-    scene.decode.ask(ask_after)
-    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    scene.serve(actor)
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
@@ -240,11 +233,6 @@ def test_a_word_that_cannot_be_read_proves_nothing_and_turns_no_check_off(
     prompt, ask = scene.stale(actor)
     scene.decode.ask(ask)
     scene.decode.must_fail(prompt)
-
-
-def has_policy(release: str) -> bool:
-    """From 0.13 the operator says what becomes of a load that fails; before it is computed."""
-    return Version(release) >= Version("0.13")
 
 
 def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
@@ -286,16 +274,14 @@ _FAILED = {
 _KINDS = ["like", "unlike", "2 ranks"]
 
 
-@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+@pytest.mark.on(since="0.13")  # else: all loads that fail are computed, or none
 @pytest.mark.parametrize(
     ("name", "kind"),
     dict.fromkeys([*(("by default", kind) for kind in _KINDS), *in_turns(_FAILED, _KINDS)]),
 )
-def test_d_computes_what_a_check_fails(stage: Stage, lab: Lab, kind: str, name: str) -> None:
+def test_d_computes_what_a_check_fails(stage: Stage, kind: str, name: str) -> None:
     """Whatever the policy for transfers says; D's scheduler is the release's own."""
     how, cause, is_computed = _FAILED[name]
-    if not has_policy(lab.release):
-        pytest.skip("this release computes all loads that fail")
     ranks = 2 if kind == "2 ranks" else 1
     settings = (("KVPATCH_ON_FAILED_CHECK", how),) if how else ()
     spec = replace(SPEC, tp_size=ranks)
@@ -308,7 +294,7 @@ def test_d_computes_what_a_check_fails(stage: Stage, lab: Lab, kind: str, name: 
     if is_computed:
         _assert_computed(decode, prompt)
     else:
-        assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+        assert decode.call("scheduler.status", prompt.name) == "FINISHED_ERROR"
     _assert_nothing_wrong_is_cached(decode, prompt)
 
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 
-from .case import Case, EngineSpec, Report, Sabotage
+from .case import Case, EngineSpec, Report
 from .host import Lab
-from .selection import in_turns, some_of
-from .states import MODELS, StateSabotage
+from .selection import some_of
+from .states import MODELS
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
 
@@ -58,10 +57,9 @@ def _ours(case: Case) -> Case:
 def _expect_identical(lab: Lab, case: Case) -> Report:
     report = lab.run(case)
     if not FACTS[lab.release].has_channels_first:
-        assert report.outcome == "refused", report
-        assert "recurrent state is split over ranks" in report.detail
+        report.must_be("refused", "recurrent state is split over ranks")
         return report
-    assert report.outcome == "identical", report
+    report.must_be("identical")
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
     return report
 
@@ -74,10 +72,9 @@ def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
     report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))
 
     if device and not FACTS[lab.release].spares_loaded_blocks:
-        assert report.outcome == "refused", report
-        assert "--no-async-scheduling" in report.detail
+        report.must_be("refused", "--no-async-scheduling")
         report = lab.run(Case("not ahead", *[replace(spec, schedules_ahead=False)] * 2, 300))
-    assert report.outcome == "identical", report
+    report.must_be("identical")
 
 
 _ALIKE = [
@@ -89,19 +86,24 @@ _UNLIKE = [
     *some_of([(1, 2), (2, 1)], [(128, 64), (64, 128)], MODELS),
     *itertools.product([(1, 2), (2, 1), (2, 4), (4, 2)], [(96, 64)], ["mamba2, one group"]),
 ]
-_SPOILT = [
-    *itertools.product(
-        ["mamba2, one group"], [*get_args(StateSabotage), "skip_state", "skip_layer"]
-    ),
-    *itertools.product(
-        ["mamba2", "gated delta net", "kimi delta attention"], get_args(StateSabotage)
-    ),
-]
 
 
 @pytest.mark.parametrize(("ranks", "kind"), _ALIKE)
 def test_blocks_alike(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
-    _expect_identical(lab, _ours(_case(lab, ranks, kind)))
+    """Stock takes one group for shared out (vLLM #55208), and has no such ranks before 0.20."""
+    case = _case(lab, ranks, kind)
+    ours = _expect_identical(lab, _ours(case))
+    if max(ranks) > 2:
+        return
+
+    stock = lab.run(case.stock())
+
+    if not FACTS[lab.release].has_channels_first:
+        assert stock.outcome != "identical", stock
+        return
+    stock.must_be("corrupt" if MODELS[kind].groups == 1 else "identical")
+    if stock.outcome == "identical":  # what is its own stays as it is
+        assert replace(ours, seconds=0.0) == replace(stock, seconds=0.0)
 
 
 @pytest.mark.parametrize(("ranks", "sizes", "kind"), _UNLIKE)
@@ -140,31 +142,6 @@ def test_latents_beside_states(lab: Lab, ranks: tuple[int, int], sizes: tuple[in
     assert lab.run(case.stock()).outcome in ("failed", "corrupt")
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
-    """It takes one group for shared out (vLLM #55208), and has no such ranks before 0.20."""
-    case = _case(lab, ranks, kind)
-
-    stock = lab.run(case.stock())
-
-    if not FACTS[lab.release].has_channels_first:
-        assert stock.outcome != "identical", stock
-        return
-    assert stock.outcome == ("corrupt" if MODELS[kind].groups == 1 else "identical"), stock
-    if stock.outcome == "identical":  # what is its own stays as it is
-        assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
-
-
-@pytest.mark.on(has_channels_first=True)
-@pytest.mark.parametrize(("spoilt", "ranks"), in_turns(_SPOILT, [(1, 2), (2, 1)]), ids=str)
-def test_spoilt_states_are_noticed(
-    lab: Lab, spoilt: tuple[str, Sabotage | StateSabotage], ranks: tuple[int, int]
-) -> None:
-    kind, sabotage = spoilt
-    lab.run(_ours(_case(lab, ranks, kind, (64, 32))), sabotage=sabotage).must_be("corrupt")
-
-
 # the lab has states of other types in pages alone
 @pytest.mark.on(has_channels_first=True, since="0.27")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -175,7 +152,7 @@ def test_other_types_of_states(lab: Lab, side: str) -> None:
     case = replace(case, **{side: longer})
 
     lab.run(_ours(case)).must_be("refused", "its recurrent states take", "--mamba-ssm-cache-dtype")
-    assert lab.run(case.stock()).outcome == "corrupt"
+    lab.run(case.stock()).must_be("corrupt")
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -192,11 +169,13 @@ def test_types_of_states_of_as_many_bytes(lab: Lab, says: bool) -> None:
     report = lab.run(case)
 
     if says and FACTS[lab.release].encodes_metadata:
-        assert report.outcome == "refused", report
-        assert "hold states of bfloat16,bfloat16 here, and 'states of float16" in report.detail
-        assert "--mamba-ssm-cache-dtype" in report.detail
+        report.must_be(
+            "refused",
+            "hold states of bfloat16,bfloat16 here, and 'states of float16",
+            "--mamba-ssm-cache-dtype",
+        )
     else:
-        assert report.outcome == "identical", report
+        report.must_be("identical")
     like = replace(case, decode=replace(case.decode, state_dtype="float16"))
-    assert lab.run(like).outcome == "identical"
+    lab.run(like).must_be("identical")
     assert lab.run(case.stock()).outcome == "identical", "byte by byte"

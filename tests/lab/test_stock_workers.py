@@ -71,4 +71,4 @@ def test_what_stock_makes_of_such_an_unlike_peer(lab: Lab) -> None:
     case = Case("16 to 32, 40 tokens", prefill, decode, 40, 32)
 
     is_refused = Version("0.23") <= Version(lab.release) < Version("0.26")  # 16 are no 32 there
-    assert lab.run(case.stock()).outcome == ("refused" if is_refused else "corrupt")
+    lab.run(case.stock()).must_be("refused" if is_refused else "corrupt")

@@ -13,7 +13,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 
-from .case import PEER_KEYS, Case, EngineSpec, Sabotage
+from .case import PEER_KEYS, Case, EngineSpec
 from .host import Lab
 from .releases import misreads_cpu_blocks, registers_cpu_caches
 from .selection import in_turns, some_of
@@ -94,8 +94,7 @@ def test_a_like_pair_is_stocks(lab: Lab) -> None:
     stock = lab.run(case.stock())
 
     if misreads_cpu_blocks(lab.release):
-        assert stock.outcome == "failed", stock
-        assert "RuntimeError: shape" in stock.detail
+        stock.must_be("failed", "RuntimeError: shape")
     else:
         stock.must_be("identical")
 
@@ -191,11 +190,4 @@ def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> No
 
     # Where a worker takes heads for tokens (vllm_bugs.py) it ends over what it has read.
     misreads = FACTS[lab.release].topology_has_block_size
-    assert report.outcome == ("failed" if misreads else "corrupt"), report
-
-
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-def test_spoilt_tiles_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
-
-    lab.run(case, sabotage=sabotage).must_be("corrupt")
+    report.must_be("failed" if misreads else "corrupt")

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.patches import SLUGS
@@ -170,12 +169,9 @@ def test_d_connects_to_listed_peers_alone(stage: Stage, listed: str, is_p: bool)
 
 
 @pytest.mark.one_per_generation
+@pytest.mark.on(since="0.10.1", before="0.13")  # else: nobody is asked who reads a prompt
 @pytest.mark.parametrize("patched", [True, False])
-def test_p_that_saves_to_its_own_buffer_needs_no_address(
-    stage: Stage, lab: Lab, patched: bool
-) -> None:
-    if not Version("0.10.1") <= Version(lab.release) < Version("0.13"):
-        pytest.skip("this release saves a prompt without asking who reads it")
+def test_p_that_saves_to_its_own_buffer_needs_no_address(stage: Stage, patched: bool) -> None:
     prefill = stage.decode(OWN, patched=patched)
     prefill.call("save_to_own_buffer")
 

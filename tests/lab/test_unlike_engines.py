@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Family, Sabotage
+from .case import Case, EngineSpec, Family
 from .host import Lab
 from .releases import has_tpus, is_full, moves_full_blocks_only, registers_cpu_caches, states_layout
 from .selection import on_every_release
@@ -86,11 +86,6 @@ def test_it_is_identical(lab: Lab, case: Case) -> None:
     lab.on_d(case).must_be("identical")
 
 
-@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
-def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    lab.on_d(_pair(), sabotage=sabotage).must_be("corrupt")
-
-
 # -- what a handshake does not say ---------------------------------------------------------
 
 
@@ -132,7 +127,7 @@ def test_stock_reads_items_of_another_size(lab: Lab) -> None:
     report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
 
     # 0.10.0 names full blocks only, and stumbles over their number.
-    assert report.outcome == ("corrupt" if states_layout(lab.release) else "failed"), report
+    report.must_be("corrupt" if states_layout(lab.release) else "failed")
 
 
 def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
@@ -140,7 +135,7 @@ def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
     report = lab.run(_pair(tokens=(128, 32)).stock())
 
     survives = Version(lab.release) >= Version("0.22")
-    assert report.outcome == ("refused" if survives else "failed"), report
+    report.must_be("refused" if survives else "failed")
 
 
 # -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
@@ -183,9 +178,4 @@ def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
 @pytest.mark.on(states_kernel_blocks=False, states_block_size=True)
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
-    assert lab.run(_cut_pair(128, 64, prompt_tokens=40)).outcome == "corrupt"
-
-
-@pytest.mark.on(states_block_size=True)
-def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
-    lab.on_d(_cut_pair(128, 64), sabotage="shift_block").must_be("corrupt")
+    lab.run(_cut_pair(128, 64, prompt_tokens=40)).must_be("corrupt")

@@ -51,13 +51,6 @@ def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
     )
 
 
-@pytest.mark.parametrize("prefill", [False, True])
-def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
-    case = pair(lab.release, 128, 64)
-
-    lab.run(case.patched(prefill=prefill), sabotage="shift_block").must_be("corrupt")
-
-
 @pytest.mark.parametrize(("p", "d"), [(128, 16), (64, 16), (64, 32)])
 def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int) -> None:
     report = lab.on_d(pair(lab.release, p, d), declares=False)
@@ -66,8 +59,7 @@ def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int
         assert (report.outcome, report.moved_tokens) == ("failed", 0), report
         assert "P was not told" in report.detail
         return
-    assert report.outcome == "refused", report
-    assert PEER_BLOCK_SIZE in report.detail and "ENABLE_KVPATCH on P" in report.detail
+    report.must_be("refused", PEER_BLOCK_SIZE, "ENABLE_KVPATCH on P")
 
 
 def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(stage: Stage, lab: Lab) -> None:

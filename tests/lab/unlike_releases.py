@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvpatch.core.releases import GENERATIONS, RELEASES
 
-from .case import Case, EngineSpec, Report, Sabotage
+from .case import Case, EngineSpec, Report
 from .host import Lab
 
 #: Labs that are open at a time: each is a process with a release's modules.
@@ -115,9 +115,8 @@ class Labs:
         self,
         pair: Pair,
         case: Case,
-        sabotage: Sabotage | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
         prefill = self.of(pair.prefill)
         decode = self.of(pair.decode, pair.prefill)
-        return decode.run(case, sabotage, of_prefill=prefill, extra=extra)
+        return decode.run(case, of_prefill=prefill, extra=extra)
