@@ -32,8 +32,6 @@ from .test_decision import (
     whole,
 )
 
-pytestmark = pytest.mark.patching
-
 VALUES: dict[str, Any] = {
     "vllm_version": "0.33.0",
     "nixl_connector_version": 15,

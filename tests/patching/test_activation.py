@@ -12,8 +12,6 @@ from kvpatch.patches import SLUGS, load
 
 from .standin import run, sites_of, write_tree
 
-pytestmark = pytest.mark.patching
-
 PATCHES = load()
 NEWEST = FACTS[RELEASES[-1]]
 

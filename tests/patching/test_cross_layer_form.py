@@ -8,8 +8,6 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
 from kvpatch.peer.agent_metadata import CrossLayerForm, form_in, places_digest, without_form
 
-pytestmark = pytest.mark.patching
-
 _PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
 
 

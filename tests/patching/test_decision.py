@@ -27,8 +27,6 @@ from kvpatch.worker.release_worker import PACKED
 from .release_workers import reading
 from .test_remote_geometry import _metadata, ours_of, regions_of, stating
 
-pytestmark = pytest.mark.patching
-
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
 PEER = stating()
 UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")

@@ -5,12 +5,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import pytest
-
 from kvpatch.core.releases import FACTS
 from kvpatch.load.reader_attachment import blocks_undivided, watch_divided_blocks
-
-pytestmark = pytest.mark.patching
 
 DIVIDES = FACTS["0.14.0"]
 

@@ -20,8 +20,6 @@ from kvpatch.worker.unpatched_workers import EqualBlockPeers
 
 from .standin import run, write_tree
 
-pytestmark = pytest.mark.patching
-
 _GUARDED = ReadRequest(5, 5, ((1,),), ((2,),), is_guarded=True)
 _OPEN = ReadRequest(5, 5, ((1,),), ((2,),))
 _LOADS = "import pickle; found = pickle.loads(bytes.fromhex('{}'))\n"

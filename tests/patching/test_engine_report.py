@@ -13,8 +13,6 @@ from kvpatch.observe.catalogue import METRICS
 from kvpatch.tools import cli
 from kvpatch.tools.engine_report import report, values_of
 
-pytestmark = pytest.mark.patching
-
 _D = """\
 # HELP kvpatch_loads_total Requests that a worker was to load, by outcome.
 # TYPE kvpatch_loads_total counter

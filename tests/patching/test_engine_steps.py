@@ -10,8 +10,6 @@ import pytest
 from kvpatch.core.ledger import Parts
 from kvpatch.worker.engine_steps import Around, amend, around
 
-pytestmark = pytest.mark.patching
-
 SAID: list[str] = []
 
 

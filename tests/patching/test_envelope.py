@@ -22,8 +22,6 @@ from kvpatch.worker.envelope import (
     write_step,
 )
 
-pytestmark = pytest.mark.patching
-
 
 @dataclass
 class Metadata:

@@ -32,8 +32,6 @@ from tests.lab.releases import is_full
 from ..geometry.planned import plan_runs
 from .test_remote_geometry import ours_of, regions_of
 
-pytestmark = pytest.mark.patching
-
 MUTATIONS = 10_000 if is_full() else 2_000
 TOKENS = 100
 LOCAL_BLOCKS = (4, 2, 9, 1, 7, 3, 8)

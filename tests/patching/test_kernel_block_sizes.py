@@ -6,8 +6,6 @@ import pytest
 
 from kvpatch.worker.local_geometry import KernelBlockSizes
 
-pytestmark = pytest.mark.patching
-
 
 @pytest.mark.parametrize(
     ("kernel_tokens", "parts"), [(16, (1,)), (32, (1,)), (64, (1, 2, 4)), (48, None)]

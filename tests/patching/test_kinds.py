@@ -33,8 +33,6 @@ from .release_workers import worker_of
 from .test_decision import whole
 from .test_remote_geometry import _stated, ours_of, stating
 
-pytestmark = pytest.mark.patching
-
 
 def backend(name: str, *bases: type, module: str = "vllm.v1.attention.backends.x") -> type:
     return type(name, bases, {"__module__": module})

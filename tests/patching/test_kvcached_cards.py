@@ -22,8 +22,6 @@ from kvpatch.kvcached.transports import (
     refuse_cards,
 )
 
-pytestmark = pytest.mark.patching
-
 PORTS = (Port("mlx5_0", "1", "InfiniBand"), Port("mlx5_1", "1", "Ethernet"))
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "KVPATCH_KVCACHED_CARDS")
 

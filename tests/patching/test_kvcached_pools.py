@@ -25,8 +25,6 @@ from kvpatch.worker.release_worker import KEYS_FIRST, LATENT
 
 from .release_workers import reading
 
-pytestmark = pytest.mark.patching
-
 BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 
 

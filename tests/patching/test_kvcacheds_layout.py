@@ -8,8 +8,6 @@ from packaging.version import Version
 from kvpatch.core.releases import FACTS
 from kvpatch.patches.kvcached_layout import PATCH
 
-pytestmark = pytest.mark.patching
-
 _ASKED = [facts for facts in FACTS.values() if PATCH.sites(facts)]
 
 

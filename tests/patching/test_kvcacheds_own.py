@@ -15,8 +15,6 @@ from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
 from kvpatch.core.ledger import Ledger, Site
 
-pytestmark = pytest.mark.patching
-
 MODULE = "kvpatch_connector_of_the_test"
 _STANDIN = """
 class NixlConnectorPatch:

@@ -25,9 +25,6 @@ from kvpatch.patches.metrics import Shown
 from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.own_read import Telemetry
 
-pytestmark = pytest.mark.patching
-
-
 _LOAD_METRICS = (LOADS.name, HELD.name)
 
 

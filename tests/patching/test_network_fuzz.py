@@ -36,8 +36,6 @@ from kvpatch.peer.statement import SideChannels, stated_blocks
 
 from .test_unlike_releases import HASHED, fields
 
-pytestmark = pytest.mark.patching
-
 HOST = "127.0.0.1"
 
 _fuzzed = settings(

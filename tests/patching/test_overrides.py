@@ -10,8 +10,6 @@ import pytest
 from kvpatch.core.errors import SiteDrifted
 from kvpatch.core.ledger import Ledger, Site, bypassing, resolve
 
-pytestmark = pytest.mark.patching
-
 _MODULE = "vllm.standin"
 _SITE = Site(_MODULE, "Base", "finish", "function", ("self", "results"))
 

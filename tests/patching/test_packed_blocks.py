@@ -15,8 +15,6 @@ from kvpatch.worker.vllm_bugs import misread_states
 
 from .release_workers import worker_of
 
-pytestmark = pytest.mark.patching
-
 _BLOCKS, _TOKENS, _ROW = 6, 4, 256  # bfloat16 items
 
 

@@ -28,8 +28,6 @@ from kvpatch.worker.release_worker import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACK
 
 from .release_workers import reading
 
-pytestmark = pytest.mark.patching
-
 BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 BLOCK = TOKENS * HEADS * CHANNELS
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvpatch.core.recent_engines import MOST_ENGINES, RecentEngines
-
-pytestmark = pytest.mark.patching
 
 
 def test_the_oldest_is_forgotten_and_the_last_booked_is_not():

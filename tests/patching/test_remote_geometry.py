@@ -39,8 +39,6 @@ from tests.geometry.whole_caches import CacheSizes, named_layout
 from ..geometry.planned import plan_runs
 from .release_workers import reading, worker_of
 
-pytestmark = pytest.mark.patching
-
 HEADS, CHANNELS, ITEM = 4, 8, 4
 NEWEST = FACTS["0.33.0"]
 #: Regions of two layers, by layout.

@@ -22,8 +22,6 @@ from kvpatch.peer import side_channel_key
 from kvpatch.peer.side_channel_key import side_channel_socket
 from tests.strangers import FIRST_BYTES, sent_of_a_large_frame
 
-pytestmark = pytest.mark.patching
-
 _MOST = 2**27
 #: However slow the machine is.
 _PATIENCE_MS = 120_000

@@ -17,8 +17,6 @@ from kvpatch.worker.state import (
     worker_state,
 )
 
-pytestmark = pytest.mark.patching
-
 
 @pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
 def test_two_of_one_process_have_nothing_in_common(state_of) -> None:

@@ -32,8 +32,6 @@ from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
 
 from .release_workers import worker_of
 
-pytestmark = pytest.mark.patching
-
 _RELEASE = "0.33.0"
 
 

@@ -32,8 +32,6 @@ from kvpatch.patches.transfer_params import (
 from kvpatch.worker.state import engine_state, scheduler_state
 from tests.bad_params import bad_params
 
-pytestmark = pytest.mark.patching
-
 _FORM = FACTS["0.33.0"]
 _LIMITS = RequestLimits(max_model_len=1024)
 #: As P of 0.33.0 answers.

@@ -9,8 +9,6 @@ import pytest
 
 from kvpatch.kvcached import transports
 
-pytestmark = pytest.mark.patching
-
 ON_A_GPU = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cuda"))}
 ON_THE_HOST = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
 

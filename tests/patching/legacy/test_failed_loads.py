@@ -19,8 +19,6 @@ from kvpatch.legacy.failed_loads import (
     whole_requests,
 )
 
-pytestmark = pytest.mark.patching
-
 
 class TestSeveralGroups:
     def test_a_failure_of_one_transfer_of_several_is_kept_until_all_are_done(self):
