@@ -25,7 +25,7 @@ from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import PACKED
 
 from .release_workers import reading
-from .test_remote_geometry import _metadata, ours_of, regions_of, stating
+from .test_remote_geometry import _metadata, ours_of, planes_of, regions_of, stating
 
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
 PEER = stating()
@@ -35,9 +35,8 @@ UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")
 def local(**changes: Any) -> LocalCache:
     """Blocks of 16 tokens, 4 heads, layout LBHNC, one rank; `changes` are its geometry's."""
     cache = {key: changes.pop(key) for key in _OF_CACHE & changes.keys()}
-    geometry = replace(ours_of()[1], **changes)
-    planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
-    return LocalCache(geometry, planes, **cache)
+    geometry = replace(ours_of(), **changes)
+    return LocalCache(geometry, planes_of(geometry), **cache)
 
 
 _OF_CACHE = {
@@ -88,8 +87,8 @@ def whole(kind: Kind) -> LocalCache:
         )
         for name, cache in found.geometry.layers.items()
     }
-    planes = [plane for layer in layers.values() for plane in layer.planes]
-    return replace(found, geometry=replace(found.geometry, layers=layers), planes=planes)
+    geometry = replace(found.geometry, layers=layers)
+    return replace(found, geometry=geometry, planes=planes_of(geometry))
 
 
 def local_with_states(*division: StateDivision) -> LocalCache:

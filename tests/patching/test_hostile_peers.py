@@ -30,7 +30,7 @@ from kvpatch.worker.local_geometry import LocalGeometry
 from tests.lab.releases import is_full
 
 from ..geometry.planned import plan_runs
-from .test_remote_geometry import ours_of, regions_of
+from .test_remote_geometry import ours_of, planes_of, regions_of
 
 MUTATIONS = 10_000 if is_full() else 2_000
 TOKENS = 100
@@ -98,8 +98,8 @@ def _other(rng: random.Random, value: Any) -> Any:
 
 def test_mutations_are_refused_or_harmless() -> None:
     rng = random.Random(20)
-    _, ours = ours_of()
-    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    ours = ours_of()
+    planes = planes_of(ours)
     refused = read = alike = 0
     for _ in range(MUTATIONS):
         metadata = _real_metadata(rng.choice(tuple(NAMED_LAYOUTS)))
@@ -129,7 +129,7 @@ def test_mutations_are_refused_or_harmless() -> None:
 
 @pytest.mark.parametrize("field", ["kv_cache_layout", "attn_backend_name", "engine_id"])
 def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
-    _, ours = ours_of()
+    ours = ours_of()
     metadata = _real_metadata()
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
     peer = _completed(ours, metadata)

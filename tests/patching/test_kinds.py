@@ -240,7 +240,7 @@ def test_states_of_other_types_are_not_left_to_the_release(
 
 def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
     """The release splits states that ranks share out; it would split slots too."""
-    _, ours = ours_of()
+    ours = ours_of()
     kind = kind_of(worker(ROCM, SLOTS), "a", has_slots=True)
     layers = {name: replace(cache, kind=kind) for name, cache in ours.layers.items()}
     division = StateDivision((SharedState(8, (Part(8),)),), reason="")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.cross_layer_blocks import read_cross_layer_blocks
+from kvpatch.core.errors import PeerRefused, UnreadableGeometry
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES, read_cross_layer_blocks
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.peer.agent_metadata import packed_digest, places_digest
+from kvpatch.peer.agent_metadata import (
+    CrossLayerForm,
+    form_in,
+    packed_digest,
+    places_digest,
+    without_form,
+)
 from kvpatch.worker.registered_caches import tensor_facts
 from kvpatch.worker.release_worker import PACKED
 from kvpatch.worker.vllm_bugs import misread_states
@@ -144,3 +150,37 @@ def test_pages_one_behind_the_other_are_not_misread() -> None:
     assert not _is_misread(_caches("0.state", row_bytes=_PAGE))
     assert not _is_misread(_caches("0.state"), "LBHNC")
     assert not _is_misread(_caches("0.state"), is_linear=True)
+
+
+# --- what a handshake says of cross-layer blocks -----------------------------------------------
+
+
+_PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
+
+
+@pytest.mark.parametrize("axes", LAYER_AXES)
+@pytest.mark.parametrize("places", ["", places_digest(_PLACES)])
+def test_is_read_as_it_was_written(axes, places):
+    form = CrossLayerForm(16, 2, axes, places)
+
+    assert form_in(None, f"FLASH_ATTN {form}") == form
+    assert without_form(f"FLASH_ATTN {form}") == "FLASH_ATTN"
+
+
+def test_layers_that_are_alone_are_not_told():
+    assert places_digest((("layers.0",), ("layers.1",))) == ""
+    assert str(CrossLayerForm(16, 1, LAYER_AXES[0])).count(":") == 2
+
+
+def test_other_layers_side_by_side_are_told_apart():
+    swapped = (("layers.1", "layers.0"), _PLACES[1])
+    other = (("layers.0", "layers.2"), ("layers.1", "layers.3"))
+
+    assert places_digest(swapped) == places_digest(_PLACES)  # one place, in whichever order
+    assert places_digest(other) != places_digest(_PLACES)
+    assert places_digest(_PLACES[::-1]) != places_digest(_PLACES)
+
+
+def test_unknown_axes_are_refused():
+    with pytest.raises(PeerRefused, match="expected one of"):
+        form_in("kvpatch_rows:1x16:NNNN")
