@@ -312,17 +312,18 @@ def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked == hashes
 
 
+_BYTES = ("model", "dtype", "quantization", "cache_dtype", "kv_cache_dtype", "head_size")
+_NO_FACTORS = ("version", "*", "all", "vllm_version=0.32.0")
+
+
 @pytest.mark.parametrize(
-    "name", ["model", "dtype", "quantization", "cache_dtype", "kv_cache_dtype", "head_size"]
+    ("accept", "words"),
+    [
+        *((f"vllm_version,{name}", "can never be accepted") for name in _BYTES),
+        *((name, "not one of vllm_version, attn_backend") for name in _NO_FACTORS),
+    ],
 )
-def test_what_changes_bytes_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(settings.ACCEPT, f"vllm_version,{name}")
-    with pytest.raises(SettingsError, match="can never be accepted"):
-        settings.accepted_factors()
-
-
-@pytest.mark.parametrize("name", ["version", "*", "all", "vllm_version=0.32.0"])
-def test_what_is_no_factor_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(settings.ACCEPT, name)
-    with pytest.raises(SettingsError, match="not one of vllm_version, attn_backend"):
+def test_what_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, accept: str, words: str) -> None:
+    monkeypatch.setenv(settings.ACCEPT, accept)
+    with pytest.raises(SettingsError, match=words):
         settings.accepted_factors()

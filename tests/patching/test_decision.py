@@ -292,27 +292,12 @@ def _muted(**changes: Any) -> AgentMetadata:
 _SIZE, _LAYOUT, _KEYS = (f"KVPATCH_PEER_{name}" for name in ("BLOCK_SIZE", "LAYOUT", "KEYS"))
 _CUT = {"kernel_sizes": _CUTS}
 _LARGE = {"block_tokens": 64, "num_blocks": 40}
-_IN_TWO = StatedBlocks(128, 64)
 
 #: name: our side, what the peer states, what becomes of it, and the variables of the warning; of a
-#: refusal the words of its cure.
+#: refusal the words of its cure. The lab plays what is declared or stated (test_unstated_blocks).
 OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any, Any]] = {
-    "items of any size, like ours": (local, unstated, Stock, (_SIZE,)),
     "items of any size, like ours, and all is ours": (
         lambda: local(reads_all=True), unstated, Read, (_SIZE,),
-    ),
-    "items of any size, other blocks": (
-        local, lambda: unstated(block_tokens=64), f"set {_SIZE} to what P has", None,
-    ),
-    "items of any size, declared": (
-        lambda: local(declared=DeclaredGeometry(64)), lambda: unstated(block_tokens=64), Read, (),
-    ),
-    "items of any size, declared, like ours": (
-        lambda: local(declared=DeclaredGeometry(16)), unstated, Stock, (),
-    ),
-    "items of any size, stated": (
-        local, lambda: replace(unstated(block_tokens=64), stated_blocks=StatedBlocks(64, 64)),
-        Read, (),
     ),
     "items of a type that is stated": (
         lambda: local(dtype="bfloat16"),
@@ -323,43 +308,12 @@ OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         local, lambda: replace(unstated(), stated_blocks=StatedBlocks(32, 32)),
         "--kv-cache-dtype", None,
     ),
-    "stated, and declared otherwise": (
-        lambda: local(declared=DeclaredGeometry(32)),
-        lambda: replace(unstated(), stated_blocks=StatedBlocks(16, 16)),
-        "set it to the --block-size of P", None,
-    ),
-    "either layout, ours the one that vLLM chooses": (
-        _by_number, _muted, Stock, (_SIZE, _LAYOUT),
-    ),
-    "either layout, ours another": (
-        lambda: _by_number(inner_layout="NHD"), _muted, f"set {_SIZE} and {_LAYOUT}", None,
-    ),
     "either layout, and the blocks declared": (
         lambda: _by_number(declared=DeclaredGeometry(16)), _muted, Stock, (_LAYOUT,),
-    ),
-    "a layout that is declared": (
-        lambda: _by_number(declared=DeclaredGeometry(16, "NHD")), _muted, Read, (),
-    ),
-    "a layout that is stated": (
-        _by_number, lambda: replace(_muted(), stated_blocks=StatedBlocks(16, 16, "NHD")), Read, (),
-    ),
-    "any cut, other blocks": (
-        lambda: local(**_CUT), lambda: _uncut(**_LARGE), f"set {_SIZE} to what P has", None,
-    ),
-    "any cut, like ours": (
-        lambda: local(**_CUT, block_tokens=64), lambda: _uncut(**_LARGE), Stock, (_SIZE,),
     ),
     "any cut but ours": (
         lambda: local(**_CUT, block_tokens=64, kernel_blocks_per_block=3),
         lambda: _uncut(**_LARGE), f"set {_SIZE}", None,
-    ),
-    "a cut that is declared": (
-        lambda: local(**_CUT, block_tokens=64, declared=DeclaredGeometry(128)),
-        lambda: _uncut(**_LARGE), Read, (),
-    ),
-    "a cut that is stated": (
-        lambda: local(**_CUT, block_tokens=64),
-        lambda: replace(_uncut(**_LARGE), stated_blocks=_IN_TWO), Read, (),
     ),
     "a cut that is stated, of other kernel blocks": (
         lambda: local(**_CUT, block_tokens=64),
@@ -373,6 +327,9 @@ OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "block sizes that are none": (
         lambda: local(misreads_blocks=True), lambda: replace(peer(), block_tokens=4),
         Stock, (_SIZE,),
+    ),
+    "another backend, which leaves nothing to be declared": (
+        local, lambda: unstated(attn_backend_name="OTHER", block_tokens=64), "use one", None,
     ),
     "a CPU's keys, like ours": (
         of_two_bytes, lambda: peer_of_two_bytes(32), Stock, (_KEYS,),
@@ -389,10 +346,6 @@ def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
     _says(found, expected)
     if not isinstance(found, PeerRefused):
         assert found.open_to == variables
-
-
-def test_what_cannot_be_read_as_anything_is_refused() -> None:
-    _says(decide(local(), unstated(attn_backend_name="OTHER", block_tokens=64), OLDEST), "use one")
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.

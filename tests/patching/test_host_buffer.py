@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,21 +110,13 @@ def test_bytes_of_a_block(release: str, tensors: list[dict[str, int]], expected:
     assert block_bytes_of(plan, FACTS[release]) == expected
 
 
-class TestPublishedGroup:
-    """The lab saves chunks of prompts of many lengths (tests/lab/test_host_buffer.py)."""
+def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it() -> None:
+    """The lab saves prompts of many lengths, in chunks and windows."""
+    full = PublishedGroup(block_tokens=16, last_blocks=0)
 
-    FULL = PublishedGroup(block_tokens=16, last_blocks=0)
-
-    def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it(self) -> None:
-        assert self.FULL.written([5, 6, 7], start=16) == [6, 7]
-        assert self.FULL.written([5, 6, 7], start=17) == [6, 7]
-        assert self.FULL.written([0, 0, 7], start=0) == [7]
-
-    @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 1), (17, 2), (100, 7)])
-    def test_needed(self, tokens: int, expected: int) -> None:
-        assert self.FULL.needed(tokens) == expected
-        assert replace(self.FULL, full_blocks_only=True).needed(tokens) == tokens // 16
-        assert replace(self.FULL, last_blocks=2).needed(tokens) == min(2, expected)
+    assert full.written([5, 6, 7], start=16) == [6, 7]
+    assert full.written([5, 6, 7], start=17) == [6, 7]
+    assert full.written([0, 0, 7], start=0) == [7]
 
 
 @dataclass(eq=False)
@@ -207,26 +199,6 @@ def _linked(**connectors: Any) -> tuple[_Core, HostBufferScheduler]:
     core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
     saves.link(core, SimpleNamespace(**{"_is_hma_required": False, **connectors}))
     return core, saves
-
-
-def test_what_is_published_is_the_prompt_whatever_is_computed_behind_it() -> None:
-    """Drafts have a block of their own and may be rejected; an answer goes on in a third one."""
-    core, saves = _linked()
-    blocks = [1, 2, 3]
-    request = core.request("r", blocks, 20, 0)
-    assert saves.admit(request)
-    metadata = SimpleNamespace(reqs_to_recv={})
-    (saved,) = saves.plan(SimpleNamespace(num_scheduled_tokens={"r": 20}), metadata).values()
-    assert saved.blocks == (1, 2) and saved.is_last
-
-    for computed in (20, 24, 36):
-        request.num_computed_tokens = computed
-        step = SimpleNamespace(num_scheduled_tokens={"r": 4})
-        assert saves.plan(step, metadata) == {}
-    request.num_computed_tokens = 40
-    params = {"remote_block_ids": [blocks], "remote_num_tokens": 40}
-    assert saves.finished(SimpleNamespace(), request, (True, params)) == (True, params)
-    assert params == {"remote_block_ids": [list(saved.host_blocks)], "remote_num_tokens": 20}
 
 
 def test_a_prompt_that_comes_back_whole_is_saved_anew() -> None:

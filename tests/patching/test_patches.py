@@ -17,7 +17,6 @@ from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.kvcached.pools import common_blocks
 from kvpatch.load.shown_tensors import (
     arrangement,
-    first_layers,
     has_cross_layer_blocks,
     is_split_inside,
 )
@@ -258,13 +257,3 @@ class TestBadInput:
     def test_a_missing_layer_is_refused(self, layers, tensors, words):
         with pytest.raises(UnexpectedCaches, match=words):
             read_layers(reading(KEYS_FIRST, layers), {name: _keys_first() for name in tensors})
-
-
-def test_layers_that_share_a_tensor_are_registered_once():
-    tensors = [_keys_first() for _ in range(5)]
-    kv_caches = {f"layer.{i}": tensors[i % 5] for i in range(34)}
-
-    owners = first_layers(kv_caches)
-
-    assert list(owners) == [f"layer.{i}" for i in range(5)]
-    assert [t.data_ptr() for t in owners.values()] == [t.data_ptr() for t in tensors]

@@ -33,7 +33,7 @@ from kvpatch.worker.local_geometry import (
     units_of,
 )
 from kvpatch.worker.registered_caches import read_layers
-from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
+from kvpatch.worker.release_worker import PACKED
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 from .release_workers import reading, worker_of
@@ -67,26 +67,6 @@ def ours_of(block_tokens=16, layout="LBHNC", tp_size=1, names="ab"):
         units=units_of(layers),
         cross_layer_groups=(tuple(names),),
     )
-
-
-@pytest.mark.parametrize("stated", ["HND", "NHD"])
-def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
-    """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
-    tensors = {name: torch.zeros(10, 16, 2 * HEADS, CHANNELS) for name in "ab"}
-    ours = ours_of(layout="HND")
-    ours = replace(
-        ours,
-        layers=read_layers(reading(INTERLEAVED_HEADS, 2, "0.13.0"), tensors),
-        addresses=tuple(t.data_ptr() for t in tensors.values()),
-        units=None,
-    )
-
-    keys, values = peer_regions(ours, _stated(kv_cache_layout=stated))[0]
-
-    row = CHANNELS * ITEM
-    for plane in (keys, values):
-        assert (plane.strides_bytes.token, plane.strides_bytes.head) == (TOKEN, 2 * row)
-    assert (keys.address, values.address - keys.address) == (1 << 20, row)
 
 
 def planes_of(geometry):

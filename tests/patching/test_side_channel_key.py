@@ -137,17 +137,17 @@ def _impostor(first: bytes) -> Iterator[int]:
     thread.join(60)
 
 
-@pytest.mark.parametrize("name", [n for n in FIRST_BYTES if n not in ("ZMTP 1.0", "noise")])
-def test_d_refuses_an_impostor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
-    reasons = "does not have this engine's side channel key|nobody answers at"
-    with _impostor(FIRST_BYTES[name]) as port, pytest.raises(PeerRefused, match=reasons):
-        asked(port)
+_OTHERS = [FIRST_BYTES[name] for name in FIRST_BYTES if name not in ("ZMTP 1.0", "noise")]
 
 
-def test_d_refuses_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [*_OTHERS, b""])
+def test_d_refuses_an_impostor(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+    """And who is silent."""
     monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
-    with _impostor(b"") as port, pytest.raises(PeerRefused, match="nobody answers at"):
+    reasons = "nobody answers at"
+    if first:
+        reasons = f"does not have this engine's side channel key|{reasons}"
+    with _impostor(first) as port, pytest.raises(PeerRefused, match=reasons):
         asked(port)
 
 
