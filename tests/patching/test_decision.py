@@ -1,4 +1,4 @@
-"""The decision of a handshake, a row for each way in which a peer can differ."""
+"""The decision of a handshake, a row for each way to differ that the lab does not play."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ def local_with_states(*division: StateDivision) -> LocalCache:
     return replace(found, geometry=replace(found.geometry, states=states))
 
 
-_SHARED = StateDivision((SharedState(8, (Part(128),)),), reason="")
 _COPIED = StateDivision((SharedState(8, (Part(64), Part(64, is_copied=True))),), reason="")
 
 
@@ -113,17 +112,11 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "larger blocks": (local, lambda: peer(block_tokens=64), Read),
     "smaller blocks": (local, lambda: peer(block_tokens=8), Read),
     "blocks of no multiple": (local, lambda: peer(block_tokens=48), Read),
-    "blocks cut into parts": (
-        local, lambda: peer(physical_blocks_per_logical_kv_block=2), Read,
-    ),
     "tokens before heads": (local, lambda: peer(kv_cache_layout="LBNHC"), Read),
     "cross-layer blocks": (local, lambda: peer(**regions_of("BLHNC", block_tokens=16)), Read),
     "heads outside blocks": (local, lambda: peer(**regions_of("LHBNC", block_tokens=16)), Read),
     "ranks whose heads are pieces": (local, lambda: peer(1, 2), Stock),
     "ranks that share heads": (local, lambda: peer(5, 8, block_lens=[1024] * 2), Read),
-    "ranks of a release that meets one": (
-        lambda: local(facts=FACTS["0.13.0"]), lambda: peer(1, 2, block_lens=[2048] * 2), Read,
-    ),
     "cut in the only way that there is": (
         lambda: local(kernel_sizes=_CUTS), lambda: replace(peer(), kernel_blocks_per_block=None),
         Stock,
@@ -168,12 +161,6 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "keys by column, tokens before heads": (
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
     ),
-    "keys by column that AMX may tile": (
-        of_two_bytes, peer_of_two_bytes, "--dtype float32",
-    ),
-    "keys by column of a type that AMX does not tile": (
-        lambda: of_two_bytes(tiles_on_amx=False), peer_of_two_bytes, Read,
-    ),
     "whole blocks of another size": (
         lambda: whole(_INDEXER), lambda: peer(block_tokens=64), "use one --block-size",
     ),
@@ -201,40 +188,17 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "like us, with ranks that share out tokens": (
         local, lambda: replace(peer(), shares_tokens=True), Stock,
     ),
-    "our allocator's own layout": (
-        lambda: local(planned_layout="LBNHC"), lambda: peer(kv_cache_layout="LBNHC"),
-        "set ENABLE_KVPATCH on P",
-    ),
     "a device without storage": (
         lambda: local(has_sure_layout=False), lambda: peer(kv_cache_layout="LBNHC"),
         "set ENABLE_KVPATCH there too",
     ),
     "a device without storage, like us": (lambda: local(has_sure_layout=False), peer, Stock),
-    "blocks larger than the staging pool": (
-        lambda: local(staging_bytes=1024), lambda: peer(block_tokens=64),
-        "KVPATCH_TRANSFER to auto",
-    ),
     "not the blocks that are declared": (
         lambda: local(declared=DeclaredGeometry(64)), lambda: peer(block_tokens=32),
         "the --block-size of P",
     ),
     "not the layout that is declared": (
         lambda: local(declared=DeclaredGeometry(layout="NHD")), peer, "set it to what P has",
-    ),
-    "state that ranks share out": (
-        lambda: local_with_states(_SHARED),
-        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
-        Stock,
-    ),
-    "state that ranks share out, in smaller blocks": (
-        lambda: local_with_states(_SHARED),
-        lambda: peer(1, 2, block_tokens=8, block_lens=[1024] * 2, ssm_sizes=(512,)),
-        Read,
-    ),
-    "state of which each rank has a part whole": (
-        lambda: local_with_states(_COPIED),
-        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(768,)),
-        Read,
     ),
     "state of which each rank has a part whole, by its bytes shared out": (
         lambda: local_with_states(_COPIED),
