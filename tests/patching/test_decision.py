@@ -345,18 +345,8 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
         replace(PEER, block_tokens=64), Stock,
     ),
     "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), PEER, Stock),
-    "a mirror of other blocks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, block_tokens=64), "always on both",
-    ),
-    "a mirror of other ranks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, tp_size=8), "always on both",
-    ),
     "a mirror of latents": (
         replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(PEER, tp_size=8), Stock,
-    ),
-    "kvpatch's buffer beside a mirror": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, stated_layout="HND"),
-        "always on both",
     ),
     "a mirror that states what it has, of other ranks": (
         replace(UNREAD, mirror_layout=UNREAD.layout), replace(PEER, tp_size=8), Stock,

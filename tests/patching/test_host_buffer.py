@@ -187,12 +187,16 @@ class _Core:
         for block in blocks:  # as it is scheduled: full blocks are hashed
             self.kv_cache_manager.block_pool.blocks[block].block_hash = self.content[block]
         assert saves.admit(request)
-        step = SimpleNamespace(num_scheduled_tokens={name: request.num_prompt_tokens - computed})
-        metadata = SimpleNamespace(reqs_to_recv={})
-        found = saves.plan(step, metadata).get(SAVES)
-        return set() if found is None else set(found.blocks)
+        return set(_planned(saves, name, request.num_prompt_tokens - computed))
 
     content: Mapping[int, str | None] = {1: "a", 2: "b", 3: "c"}
+
+
+def _planned(saves: HostBufferScheduler, name: str, tokens: int) -> tuple[int, ...]:
+    """The device's blocks that a step of so many tokens of a request saves."""
+    step = SimpleNamespace(num_scheduled_tokens={name: tokens})
+    found = saves.plan(step, SimpleNamespace(reqs_to_recv={})).get(SAVES)
+    return () if found is None else found.blocks
 
 
 def _linked(**connectors: Any) -> tuple[_Core, HostBufferScheduler]:
@@ -208,18 +212,14 @@ def test_a_prompt_that_comes_back_whole_is_saved_anew() -> None:
     saves.release("r")
     assert core.saved(saves, "r", [1, 2, 3], computed=48) == {3}, "the others are held still"
     core.requests["r"].num_computed_tokens = 32
-    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
-    again = saves.plan(step, SimpleNamespace(reqs_to_recv={}))[SAVES]
-    assert again.blocks == (3,), "computed anew"
+    assert _planned(saves, "r", 16) == (3,), "computed anew"
 
 
 def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
     core, saves = _linked(_is_hma_required=True, blocks_per_sw=[2])
     request = core.request("r", [0, 2, 3], 48, 32)
     assert saves.admit(request)
-    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
-    (saved,) = saves.plan(step, SimpleNamespace(reqs_to_recv={})).values()
-    assert saved.blocks == (2, 3)
+    assert _planned(saves, "r", 16) == (2, 3)
 
     core.held["r"], request.num_computed_tokens = [0, 0, 3, 4], 64
     released = SimpleNamespace(_reqs_need_send={"r": 1.0}, _reqs_not_processed=set())

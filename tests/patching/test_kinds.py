@@ -162,14 +162,6 @@ def test_heads_of_a_rank_that_works_out_its_scales_are_no_other_ranks() -> None:
         assert not same.mixes_heads
 
 
-def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    aiter = backend("AiterFlashAttentionBackend")
-    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: True)
-    assert kind_of_backend(aiter).holds is Holds.WHOLE
-    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: False)
-    assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
-
-
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
     """And named to all others, of which test_decision.py has each."""
     unknown = whole(kind_of_backend(STRANGE)).geometry

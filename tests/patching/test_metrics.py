@@ -15,11 +15,9 @@ from kvpatch.observe.catalogue import (
     HELD,
     LOADS,
     METRICS,
-    POOL_USED_BYTES,
     POOL_WAITS,
     READS,
     CheckResult,
-    Outcome,
 )
 from kvpatch.patches.metrics import Shown
 from kvpatch.transfer.lease import Lifetime
@@ -29,14 +27,6 @@ _LOAD_METRICS = (LOADS.name, HELD.name)
 
 
 class TestBook:
-    def test_is_taken_once(self) -> None:
-        book = Book()
-        book.add(READS, 2, "direct")
-        book.add(LOADS, 1, Outcome.RECEIVED.value)
-
-        assert book.take() == [(READS.name, "direct", 2), (LOADS.name, "received", 1)]
-        assert book.take() == []
-
     @pytest.mark.parametrize("kind", [PeerRefused, ReadRefused, RegistrationRefused, ValueError])
     def test_a_refusal_is_booked_by_its_class_and_goes_on(self, kind: type[Exception]) -> None:
         book, is_ours = Book(), kind is not ValueError
@@ -163,17 +153,6 @@ def _value(name: str, engine: str, **labels: str) -> float | None:
 
 
 class TestShown:
-    def test_counters_add_and_gauges_are_the_last(self) -> None:
-        counts = [["kvpatch_reads", "direct", 2], ["kvpatch_reads", "direct", 1]]
-        gauges = [[POOL_USED_BYTES.name, "0", 7], [POOL_USED_BYTES.name, "0", 5]]
-
-        _shown().observe([*counts, *gauges, ["kvpatch_refusals", "RegistrationRefused", 1]], 1)
-
-        assert _value("kvpatch_reads_total", "1", way="direct") == 3
-        assert _value("kvpatch_reads_total", "0", way="direct") == 0
-        assert _value(POOL_USED_BYTES.name, "1", rank="0") == 5
-        assert _value("kvpatch_refusals_total", "1", cause="RegistrationRefused") == 1
-
     def test_what_is_counted_stands_there_from_the_start(self) -> None:
         _shown()
 

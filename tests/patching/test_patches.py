@@ -187,14 +187,6 @@ class TestRows:
 
 class TestBlockCount:
     @pytest.mark.parametrize(
-        ("counts", "ratio", "found"),
-        [((7, 7), 1, 7), ((8,), 4, 2)],  # 4 kernel blocks in a block
-    )
-    def test_is_the_tensors(self, counts, ratio, found):
-        names = dict(zip("ab", map(_keys_first, counts), strict=False))
-        assert common_blocks(_read(names, KEYS_FIRST), ratio) == found
-
-    @pytest.mark.parametrize(
         ("counts", "ratio", "words"), [((7, 9), 1, "a: 7, b: 9"), ((7,), 4, "a multiple of 4")]
     )
     def test_tensors_that_disagree_or_end_in_a_block_are_refused(self, counts, ratio, words):
