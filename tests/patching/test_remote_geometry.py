@@ -142,8 +142,8 @@ def test_a_statement_of_no_meaning_is_refused(changes):
 
 
 def test_a_refusal_has_both_geometries_and_what_helps():
-    ours = ours_of()
-    peer = _stated(block_lens=[4096, 4096], block_strides=[4096, 4096])
+    ours, lengths = ours_of(), [4096, 4096]
+    peer = _stated(block_lens=lengths, block_strides=lengths)
     refused = decide(LocalCache(ours, planes_of(ours)), peer, NEWEST)
 
     assert isinstance(refused, PeerRefused)
@@ -192,7 +192,6 @@ class TestNamedLayouts:
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
     @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (2, 4)])
     def test_every_head_is_where_the_layout_puts_it(self, layout, rank, size):
-        ours = ours_of(names="abc")
         heads = HEADS // size
         regions = regions_of(layout, heads=heads, layers=3)
         peer = _stated(rank, size, **regions)
@@ -201,20 +200,19 @@ class TestNamedLayouts:
             sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
         )
 
-        found = [plane for region in peer_regions(ours, peer) for plane in region]
+        found = [plane for region in peer_regions(ours_of(names="abc"), peer) for plane in region]
 
         assert _rows(found) == _rows(expected)
 
     @pytest.mark.parametrize("layout", ["LHBNC", "BLHNC"])
     def test_names_tell_the_order_of_the_regions(self, layout):
-        ours = ours_of()
         regions = regions_of(layout)
         count = len(regions["kv_caches_base_addr"]) // 2
         swapped = _stated(**regions, region_names=["b"] * count + ["a"] * count)
         unnamed = _stated(**regions)
 
         def start(peer, layer):
-            planes = [p for region in peer_regions(ours, peer) for p in region]
+            planes = [p for region in peer_regions(ours_of(), peer) for p in region]
             return min(p.address for p in planes if p.layer == layer)
 
         assert start(swapped, "b") == start(unnamed, "a")

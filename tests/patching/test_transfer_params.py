@@ -318,18 +318,11 @@ def test_a_peer_that_is_listed(host: str, port: int) -> None:
     [
         ("10.1.2.3", 5599),
         ("prefill-0", 5601),
-        ("evilp.svc", 1),
-        ("p.svc", 1),
         ("::1", 8),
-        ("fe80::1%eth0", 1),
+        *((host, 1) for host in ("evilp.svc", "p.svc", "fe80::1%eth0")),
         # 10.0.0.1, as the resolver takes it too
-        ("10.1", 5600),
-        ("0x0a.1", 5600),
-        ("167772161", 5600),
-        ("012.0.0.1", 5600),
-        ("0.0.0.0", 5600),
-        ("10.0.0.1.example.org", 5600),
-        ("64:ff9b::a00:1", 5600),
+        *((host, 5600) for host in ("10.1", "0x0a.1", "167772161", "012.0.0.1")),
+        *((host, 5600) for host in ("0.0.0.0", "10.0.0.1.example.org", "64:ff9b::a00:1")),
     ],
 )
 def test_a_peer_that_is_not(host: str, port: int) -> None:
