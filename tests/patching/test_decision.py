@@ -354,9 +354,6 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
     "other ranks, which share out tokens": (
         replace(UNREAD, shares_tokens=True), replace(PEER, tp_size=8), "--tensor-parallel",
     ),
-    "smaller blocks that join": (
-        replace(UNREAD, kinds={"a": _POOLED}), replace(PEER, block_tokens=8), Stock,
-    ),
 }  # fmt: skip
 
 
