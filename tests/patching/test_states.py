@@ -11,7 +11,6 @@ import torch
 
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.load.read_request import ReadRequest
@@ -23,6 +22,8 @@ from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StateDivision, StatePages, pages_of, state_division
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import BLOCKS_FIRST
+
+from .test_remote_geometry import ours_of
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))
@@ -121,21 +122,15 @@ def _plane(layer: str, address: int) -> LayerCache:
 def _ours() -> LocalGeometry:
     starts = 10_000, 20_000
     layers = {f"layers.{2 * n}": _plane(f"layers.{2 * n}", start) for n, start in enumerate(starts)}
-    return LocalGeometry(
+    return replace(
+        ours_of(layout="HND"),
         layers=layers,
         addresses=starts,
         block_bytes=(PAGE_BYTES,) * 2,
         block_tokens=4,
-        kernel_blocks_per_block=1,
-        layout="HND",
-        inner_layout="HND",
         total_heads=2,
-        tp_rank=0,
-        tp_size=1,
-        memory=Memory("DRAM", 0),
-        backend="FLASHINFER",
-        key_order=KeyOrder.ROW_MAJOR,
-        facts=FACTS["0.33.0"],
+        units=None,
+        cross_layer_groups=None,
         groups=tuple(group.layers for group in GROUPS),
         cross_layer_places="0123456789abcdef",
         states={
