@@ -59,24 +59,25 @@ def by_column(**changes: Any) -> LocalCache:
     return local(key_order=KeyOrder.COLUMN_MAJOR, **changes)
 
 
-def of_two_bytes(
-    order: KeyOrder = KeyOrder.COLUMN_MAJOR, block_tokens: int = 32, **changes: Any
-) -> LocalCache:
+def of_two_bytes(order: KeyOrder = KeyOrder.COLUMN_MAJOR, **changes: Any) -> LocalCache:
     """bfloat16, heads of 32 channels: a CPU with AMX has them in tiles."""
-    shape = 10, 4, block_tokens, 64
+    shape = 10, 4, 32, 64
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in "ab"}
     layers = read_layers(reading(PACKED, 2), tensors, order)
-    addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
-    found = {"layers": layers, "addresses": addresses, "units": units_of(layers)}
-    lengths = (2 * prod(shape[1:]),) * 2
-    found |= {"block_tokens": block_tokens, "block_bytes": lengths, "key_order": order}
-    return local(**{**found, **changes})
+    return local(
+        layers=layers,
+        addresses=tuple(tensor.data_ptr() for tensor in tensors.values()),
+        units=units_of(layers),
+        block_tokens=32,
+        block_bytes=(2 * prod(shape[1:]),) * 2,
+        key_order=order,
+        **changes,
+    )
 
 
-def peer_of_two_bytes(block_tokens: int = 64, **changes: Any) -> AgentMetadata:
+def peer_of_two_bytes(block_tokens: int) -> AgentMetadata:
     lengths = [2 * 4 * block_tokens * 64] * 2
-    stated = {"block_lens": lengths, "block_strides": lengths, **changes}
-    return peer(block_tokens=block_tokens, **stated)
+    return peer(block_tokens=block_tokens, block_lens=lengths, block_strides=lengths)
 
 
 def whole(kind: Kind) -> LocalCache:

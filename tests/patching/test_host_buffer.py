@@ -78,10 +78,6 @@ def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     refuse_shares(SimpleNamespace(**ALONE), FACTS["0.12.0"])
 
 
-def _plan(*tensors: Any) -> Any:
-    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)
-
-
 @pytest.mark.parametrize(("budget", "expected"), [(1000, 10), (10_000, 50)])
 def test_as_many_blocks_as_the_budget_holds_and_the_device_has(budget: int, expected: int) -> None:
     assert host_blocks_in(budget, 100, 50) == expected

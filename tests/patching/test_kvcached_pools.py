@@ -33,13 +33,8 @@ def _read(tensors, order):
     return read_layers(reading(order, tensors), tensors)
 
 
-def _rows(dtype=torch.float32):
-    pool = torch.zeros(BLOCKS, LAYERS, 2, TOKENS, HEADS, CHANNELS, dtype=dtype)
-    return {f"layers.{n}": pool[:, n] for n in range(LAYERS)}
-
-
-def _halves(heads=HEADS, blocks=BLOCKS, layers=LAYERS):
-    return {f"layers.{n}": torch.zeros(2, blocks, TOKENS, heads, CHANNELS) for n in range(layers)}
+def _halves(blocks=BLOCKS, layers=LAYERS):
+    return {f"layers.{n}": torch.zeros(2, blocks, TOKENS, HEADS, CHANNELS) for n in range(layers)}
 
 
 def _check(tensors, order, contiguous=None, page_bytes=None):

@@ -100,8 +100,8 @@ class TestBook:
 class _Stats:
     """As a release has them: lists by name, of which one side's are added to the other's."""
 
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        self.data = data or {"bytes_transferred": []}
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"bytes_transferred": []}
 
     def aggregate(self, other: _Stats) -> _Stats:
         for name, values in other.data.items():

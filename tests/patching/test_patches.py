@@ -39,8 +39,8 @@ def _keys_first(blocks=BLOCKS):
     return torch.zeros(2, blocks, TOKENS, HEADS, CHANNELS)
 
 
-def _blocks_first(blocks=BLOCKS):
-    return torch.zeros(blocks, 2, TOKENS, HEADS, CHANNELS)
+def _blocks_first():
+    return torch.zeros(BLOCKS, 2, TOKENS, HEADS, CHANNELS)
 
 
 def _split_half(slack_blocks=0):

@@ -152,9 +152,9 @@ def test_a_refusal_has_both_geometries_and_what_helps():
     assert "4096" in message and "--kv-cache-dtype" in message
 
 
-def regions_of(layout, blocks=6, block_tokens=64, heads=HEADS, layers=2, start=1 << 20):
+def regions_of(layout, block_tokens=64, heads=HEADS, layers=2):
     """What a stock worker states of a cache in one buffer, by the rules of the release."""
-    page = block_tokens * heads * 2 * CHANNELS * ITEM
+    page, blocks, start = block_tokens * heads * 2 * CHANNELS * ITEM, 6, 1 << 20
     if layout in ("LBHNC", "LBNHC"):
         places = [(start + i * blocks * page, page, page) for i in range(layers)]
     elif layout == "LHBNC":

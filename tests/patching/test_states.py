@@ -87,11 +87,10 @@ def test_the_block_that_d_fills(local, found):
     assert filled_state(local) == found
 
 
-def _apart(memory: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
-    items = memory[offset:]
+def _apart(items: torch.Tensor) -> list[torch.Tensor]:
     first = items.view(torch.float32).as_strided((BLOCKS, 4, 3), (PAGE_BYTES // 4, 3, 1))
     second = items.view(torch.bfloat16).as_strided(
-        (BLOCKS, 2, 5), (PAGE_BYTES // 2, 5, 1), offset // 2 + SIZES[0] // 2
+        (BLOCKS, 2, 5), (PAGE_BYTES // 2, 5, 1), SIZES[0] // 2
     )
     return [first, second]
 
@@ -196,7 +195,6 @@ class _Type(Enum):
 
 
 _MODEL = SimpleNamespace(mamba_n_groups=2)
-_ONE_GROUP = SimpleNamespace(mamba_n_groups=1, architectures=["other"])
 _NEWEST = FACTS["0.33.0"]
 
 
