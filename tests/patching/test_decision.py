@@ -276,6 +276,9 @@ OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "either layout, and the blocks declared": (
         lambda: _by_number(declared=DeclaredGeometry(16)), _muted, Stock, (_LAYOUT,),
     ),
+    "a layout that is declared": (
+        lambda: _by_number(declared=DeclaredGeometry(16, "NHD")), _muted, Read, (),
+    ),
     "any cut but ours": (
         lambda: local(**_CUT, block_tokens=64, kernel_blocks_per_block=3),
         lambda: _uncut(**_LARGE), f"set {_SIZE}", None,
