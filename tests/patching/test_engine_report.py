@@ -67,8 +67,10 @@ def test_loads_of_blocks_that_p_has_given_away() -> None:
         'hold="gone",model_name="m"} 0.0', 'hold="gone",model_name="m"} 25.0'
     )
 
-    loads, failed, why, *_ = report(values_of(text)).sentences
+    found = report(values_of(text))
 
+    assert not found.healthy
+    loads, failed, why, *_ = found.sentences
     assert loads == "Its workers were to load 125 requests, and 25 loads failed."
     assert "20.0 % of loads failed" in failed
     assert why.startswith("25 of them failed since P let go of their blocks")

@@ -158,6 +158,11 @@ class TestRefusal:
 
         refuse_cards(UCX, ON_A_GPU)
 
+    def test_no_cards(self, monkeypatch):
+        monkeypatch.setattr(transports, "active_ports", tuple)
+
+        refuse_cards(UCX, ON_A_GPU)
+
     def test_a_setting_that_helps_nothing_is_shown(self, monkeypatch):
         monkeypatch.setenv("UCX_TLS", "^rc,ud")
         monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_1:1")

@@ -192,7 +192,7 @@ def _pop_done(worker, error):
 def test_a_read_that_raises_fails_alone(error):
     """Whose handles are let go of, where they can be: one is none for the second time."""
     worker, failed = _worker(), []
-    transfers = {"a": [1], "broken": [(2, 0.5), (3, 0.5), (2, 0.5)], "running": [4], "b": [5]}
+    transfers = {"a": [1], "broken": [(2, 0.5), (2, 0.5), 3], "running": [4], "b": [5]}
 
     done = pop_one_by_one(worker, _pop_done(worker, error), transfers, failed.append)
 
