@@ -27,6 +27,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
         [[[1]]],
         [None],
         ["x"],
+        [[1], 7],
         [{}],
         [list(range(20_000))],  # more than any prompt here can have
         [[] for _ in range(1000)] + [[1]],

@@ -34,7 +34,7 @@ class _Given(ReleaseWorker):
         return self.layers
 
 
-def reading(order: DimensionOrder, layers: Any, release: str = "0.10.0") -> ReleaseWorker:
+def reading(order: DimensionOrder, layers: Any) -> ReleaseWorker:
     """One whose tensors have these dimensions; `layers` are their names, or how many."""
     expected = layers if isinstance(layers, int) else frozenset(layers)
-    return _Given(worker_of(release).worker, FACTS[release], order, expected)
+    return _Given(worker_of("0.10.0").worker, FACTS["0.10.0"], order, expected)

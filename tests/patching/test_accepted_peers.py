@@ -12,7 +12,6 @@ import pytest
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.observe.book import Book
 from kvpatch.peer import peer_hash
 from kvpatch.peer.agent_metadata import AgentMetadata
@@ -23,16 +22,11 @@ from kvpatch.worker.cache_kinds import unknown
 from .test_decision import _INDEXER as INDEXER
 from .test_decision import (
     NEWEST,
-    by_column,
     local,
     local_with_states,
-    of_two_bytes,
     peer,
-    peer_of_two_bytes,
     whole,
 )
-
-pytestmark = pytest.mark.patching
 
 VALUES: dict[str, Any] = {
     "vllm_version": "0.33.0",
@@ -80,12 +74,8 @@ def differing(found: Explanation, **changes: Any) -> AgentMetadata:
 #: What is accepted of a peer, what else it states, and what becomes of it (part of a refusal).
 PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "another release": (local, differing(named("0.32.0")), Stock),
-    "another release, larger blocks": (local, differing(named("0.32.0"), block_tokens=64), Read),
     "a build of our release": (local, differing(named("0.33.0", version="0.33.0+cpu")), Stock),
     "another backend": (local, differing(named(backend="FLASHINFER")), Stock),
-    "another backend, larger blocks": (
-        local, differing(named(backend="FLASHINFER"), block_tokens=64), Read,
-    ),
     "another release and backend": (local, differing(named("0.31.0", "TRITON_ATTN")), Stock),
     "ranks of another release of one generation": (
         local, differing(named("0.32.0"), rank=1, size=2), Stock,
@@ -100,24 +90,8 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "a release without leases": (
         local, differing(named("0.21.0")), "only 0.33.0 keeps blocks by leases",
     ),
-    "a backend with keys by column": (local, differing(named(backend="CPU_ATTN")), Read),
-    "a backend with keys by row": (
-        lambda: by_column(backend="CPU_ATTN"), differing(named(backend="FLASHINFER")), Read,
-    ),
     "a backend with keys by column, of another release": (
         local, differing(named("0.32.0", "CPU_ATTN")), Read,
-    ),
-    "a backend whose keys may be in tiles": (
-        lambda: of_two_bytes(KeyOrder.ROW_MAJOR),
-        replace(peer_of_two_bytes(attn_backend_name="CPU_ATTN"), named=named(backend="CPU_ATTN")),
-        "--dtype float32",
-    ),
-    "a backend whose blocks are too small for tiles": (
-        lambda: of_two_bytes(KeyOrder.ROW_MAJOR),
-        replace(
-            peer_of_two_bytes(16, attn_backend_name="CPU_ATTN"), named=named(backend="CPU_ATTN")
-        ),
-        Read,
     ),
     "a backend of latents": (local, differing(named(backend="FLASHMLA")), "are latents"),
     "a backend that nobody knows": (
@@ -314,17 +288,18 @@ def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked == hashes
 
 
+_BYTES = ("model", "dtype", "quantization", "cache_dtype", "kv_cache_dtype", "head_size")
+_NO_FACTORS = ("version", "*", "all", "vllm_version=0.32.0")
+
+
 @pytest.mark.parametrize(
-    "name", ["model", "dtype", "quantization", "cache_dtype", "kv_cache_dtype", "head_size"]
+    ("accept", "words"),
+    [
+        *((f"vllm_version,{name}", "can never be accepted") for name in _BYTES),
+        *((name, "not one of vllm_version, attn_backend") for name in _NO_FACTORS),
+    ],
 )
-def test_what_changes_bytes_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(settings.ACCEPT, f"vllm_version,{name}")
-    with pytest.raises(SettingsError, match="can never be accepted"):
-        settings.accepted_factors()
-
-
-@pytest.mark.parametrize("name", ["version", "*", "all", "vllm_version=0.32.0"])
-def test_what_is_no_factor_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(settings.ACCEPT, name)
-    with pytest.raises(SettingsError, match="not one of vllm_version, attn_backend"):
+def test_what_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, accept: str, words: str) -> None:
+    monkeypatch.setenv(settings.ACCEPT, accept)
+    with pytest.raises(SettingsError, match=words):
         settings.accepted_factors()

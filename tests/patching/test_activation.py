@@ -12,8 +12,6 @@ from kvpatch.patches import SLUGS, load
 
 from .standin import run, sites_of, write_tree
 
-pytestmark = pytest.mark.patching
-
 PATCHES = load()
 NEWEST = FACTS[RELEASES[-1]]
 
@@ -51,6 +49,12 @@ def facts(request):
 @pytest.fixture
 def tree(facts, tmp_path):
     return write_tree(tmp_path, facts, facts.release)
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory):
+    """A tree of the newest release."""
+    return write_tree(tmp_path_factory.mktemp("newest"), NEWEST, NEWEST.release)
 
 
 #: What is off by its own variable where nobody says otherwise.
@@ -116,18 +120,16 @@ print(json.dumps([new, originals, "wrapt" in sys.modules, "torch" in sys.modules
 
 @pytest.mark.parametrize("way", ["import kvpatch.auto", "import kvpatch.plugin as p; p.load()"])
 @pytest.mark.parametrize("value", ["true", "1", "TRUE"])
-def test_the_variable_enables(tmp_path, way, value):
-    tree = write_tree(tmp_path, NEWEST, NEWEST.release)
+def test_the_variable_enables(newest, way, value):
     script = _prelude(NEWEST) + way + "; raw(); print(json.dumps(kvpatch.status().as_dict()))"
 
-    status = run(tree, script, ENABLE_KVPATCH=value)
+    status = run(newest, script, ENABLE_KVPATCH=value)
 
     assert status["enabled"] and not status["problem"]
     assert "applied" in {p["outcome"] for p in status["patches"]}
 
 
-def test_a_value_that_is_no_yes_and_no_no_is_an_error(tmp_path):
-    tree = write_tree(tmp_path, NEWEST, NEWEST.release)
+def test_a_value_that_is_no_yes_and_no_no_is_an_error(newest):
     script = """
 import json
 try:
@@ -135,7 +137,7 @@ try:
 except Exception as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
-    kind, message = run(tree, script, ENABLE_KVPATCH="yes")
+    kind, message = run(newest, script, ENABLE_KVPATCH="yes")
 
     assert kind == "SettingsError"
     assert "ENABLE_KVPATCH='yes'" in message and "true, 1, false nor 0" in message
@@ -149,14 +151,15 @@ try:
 except Exception as error:
     built = f"{{type(error).__name__}}: {{error}}"
 status = kvpatch.status()
-rows = {{p.slug: p.outcome for p in status.patches}}
 wrapped = [kind_of(vars(owner(m, o)).get(n)) for m, o, n in SITES]
-print(json.dumps([built, status.refused, rows, wrapped]))
+print(json.dumps([built, status.refused, outcomes(status), wrapped]))
 """
 
 
-def _construct(facts):
-    return CONSTRUCT.format(module=facts.connector.module, owner=facts.connector.owner)
+def _construct(tree, before="kvpatch.enable()", facts=NEWEST, **environment):
+    """What becomes of constructing the connector: [built, refused, outcomes, wrapped]."""
+    construct = CONSTRUCT.format(module=facts.connector.module, owner=facts.connector.owner)
+    return run(tree, f"{_prelude(facts)}{_OUTCOMES}{before}\n{construct}", **environment)
 
 
 @pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
@@ -164,9 +167,8 @@ def _construct(facts):
 def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_path, drift):
     facts = FACTS[release]
     tree = write_tree(tmp_path, facts, facts.release, **{drift: "register_kv_caches"})
-    script = _prelude(facts) + "kvpatch.enable()\n" + _construct(facts)
 
-    built, refused, rows, _ = run(tree, script)
+    built, refused, rows, _ = _construct(tree, facts=facts)
 
     assert built.startswith("PatchRefused:")
     assert "register_kv_caches" in built and "expected" in built and "found" in built
@@ -176,32 +178,25 @@ def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_pa
 
 def test_undo_takes_the_tripwire_out(tmp_path):
     tree = write_tree(tmp_path, NEWEST, "0.33.0", leave_out="register_kv_caches")
-    script = _prelude(NEWEST)
-    script += f"importlib.import_module({NEWEST.connector.module!r})\n"
-    script += "kvpatch.enable(); kvpatch.disable()\n" + _construct(NEWEST)
+    imported = f"importlib.import_module({NEWEST.connector.module!r})"
 
-    built, *_ = run(tree, script)
+    built, *_ = _construct(tree, f"{imported}\nkvpatch.enable(); kvpatch.disable()")
 
     assert built == "built"
 
 
-def test_switched_off_patches_are_left_out_and_misspelt_ones_are_pointed_out(tmp_path):
-    tree = write_tree(tmp_path, NEWEST, "0.33.0")
-    script = (
-        _prelude(NEWEST)
-        + """
+def test_switched_off_patches_are_left_out_and_misspelt_ones_are_pointed_out(newest):
+    script = """
 import logging
 lines = []
 handler = logging.Handler(); handler.emit = lambda r: lines.append(r.getMessage())
 logging.getLogger("kvpatch").addHandler(handler)
 kvpatch.enable(); raw()
-rows = {p.slug: p.outcome for p in kvpatch.status().patches}
-print(json.dumps([rows, lines]))
+print(json.dumps([outcomes(kvpatch.status()), lines]))
 """
-    )
-    rows, lines = run(
-        tree, script, KVPATCH_DISABLE="block_count,kvcached_layuot", KVPATCH_GENERATON="g0300"
-    )
+    misspelt = {"KVPATCH_DISABLE": "block_count,kvcached_layuot", "KVPATCH_GENERATON": "g0300"}
+
+    rows, lines = run(newest, _prelude(NEWEST) + _OUTCOMES + script, **misspelt)
 
     assert rows["block_count"] == "off" and rows["kvcached_regions"] == "applied"
     assert any("kvcached_layuot" in x and "did you mean kvcached_layout?" in x for x in lines)
@@ -212,9 +207,8 @@ print(json.dumps([rows, lines]))
 
 
 @pytest.mark.parametrize("on", [{}, {"KVPATCH_DIGEST": "all"}])
-def test_what_nobody_has_asked_for_wraps_nothing(tmp_path, on):
+def test_what_nobody_has_asked_for_wraps_nothing(newest, on):
     """A step of an engine takes no time for it."""
-    tree = write_tree(tmp_path, NEWEST, "0.33.0")
     script = (
         _prelude(NEWEST)
         + """
@@ -225,9 +219,9 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
 """
     )
     key = {"KVPATCH_SIDE_CHANNEL_KEY": str(_KEY)}
-    row, is_loaded, wrapped = run(tree, script, **on, **key)
-    *_, without_key = run(tree, script, **on)
-    *_, all_wrapped = run(tree, script, **ALL_ON)
+    row, is_loaded, wrapped = run(newest, script, **on, **key)
+    *_, without_key = run(newest, script, **on)
+    *_, all_wrapped = run(newest, script, **ALL_ON)
 
     assert row == (["applied", ""] if on else ["off", "KVPATCH_DIGEST is off"])
     assert is_loaded == bool(on), "what is off is not imported"
@@ -244,20 +238,15 @@ _OF_OTHERS = (
 )
 
 
-def test_few_modules_are_loaded_by_default(tmp_path):
+def test_few_modules_are_loaded_by_default(newest):
     """With the connector; of these few a scheduler needs some and a worker others."""
-    tree = write_tree(tmp_path, NEWEST, "0.33.0")
-    script = (
-        _prelude(NEWEST)
-        + """
+    script = """
 kvpatch.enable(); raw()
-rows = {p.slug: p.outcome for p in kvpatch.status().patches}
 ours = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "kvpatch"}
 lines = sum(len(open(m.__file__).read().splitlines()) for m in ours.values())
-print(json.dumps([rows["unlike_engines"], sorted(ours), lines]))
+print(json.dumps([outcomes(kvpatch.status())["unlike_engines"], sorted(ours), lines]))
 """
-    )
-    outcome, modules, lines = run(tree, script)
+    outcome, modules, lines = run(newest, _prelude(NEWEST) + _OUTCOMES + script)
 
     assert outcome == "applied"
     assert not {f"kvpatch.{name}" for name in _OF_OTHERS}.intersection(modules)
@@ -267,10 +256,7 @@ print(json.dumps([rows["unlike_engines"], sorted(ours), lines]))
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0rc1", "0.9.2", "0.32.1.dev7+gabc"])
 def test_an_unlisted_build_is_refused_at_use(tmp_path, version):
-    tree = write_tree(tmp_path, NEWEST, version)
-    script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
-
-    built, refused, rows, wrapped = run(tree, script)
+    built, refused, rows, wrapped = _construct(write_tree(tmp_path, NEWEST, version))
 
     assert built.startswith("PatchRefused:") and version in built
     assert "KVPATCH_GENERATION" in built
@@ -280,13 +266,12 @@ def test_an_unlisted_build_is_refused_at_use(tmp_path, version):
 
 def test_an_unlisted_build_is_patched_where_its_generation_is_named(tmp_path):
     tree = write_tree(tmp_path, NEWEST, "0.34.0.dev1")
-    script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
 
     for name in ("g0300", "0.33.0"):
-        built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION=name, **ALL_ON)
+        built, refused, _, wrapped = _construct(tree, KVPATCH_GENERATION=name, **ALL_ON)
         assert built == "built" and not refused and set(wrapped) == {"wrapped"}
 
-    built, refused, *_ = run(tree, script, KVPATCH_GENERATION="g9999")
+    built, refused, *_ = _construct(tree, KVPATCH_GENERATION="g9999")
     assert built.startswith("PatchRefused:") and "g9999" in built and refused
 
 

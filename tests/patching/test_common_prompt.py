@@ -15,6 +15,8 @@ from kvpatch.load.prompt_hashes import FIELD, state_prompt
 from kvpatch.load.read_request import HOLD, PlannedLoads
 from kvpatch.worker.state import scheduler_state
 
+from .test_prompt_hashes import _request as _prefilled
+
 
 class _Request:
     """Fake: vLLM's, before it has got its blocks."""
@@ -27,6 +29,8 @@ class _Request:
             "remote_block_ids": [1, 2],
         }
         self.status = SimpleNamespace(name="WAITING")
+        self.mm_features: list[Any] = []
+        self.lora_request = None
         self.is_over = False
 
     def is_finished(self) -> bool:
@@ -79,7 +83,7 @@ def test_a_second_one_without_images_loads_too(caches: bool) -> None:  # noqa: F
     first, second = _Request(0), _Request(1)
     for request in (first, second):
         request.kv_transfer_params[FIELD] = "1/2/2/AAAAAAAA/AAAAAAAA"
-        vars(request).update(prompt_token_ids=[1, 2], mm_features=[])
+        vars(request).update(prompt_token_ids=[1, 2])
     assert not loads.is_again(scheduler, first)
     assert not loads.is_again(scheduler, second)
 
@@ -207,15 +211,10 @@ class MambaSpec(SimpleNamespace):
 def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, loaded: int) -> None:
     """Its count, lists and state go on behind the tokens that it states (an answer that stops)."""
     ids = list(range(1, 300))
-    answered = SimpleNamespace(
-        prompt_token_ids=ids[:133], output_token_ids=ids[133:145], num_tokens=145, mm_features=[]
-    )
-    answered.lora_request = None
     request = _Request()
-    vars(request).update(prompt_token_ids=ids[:prompt], num_tokens=prompt, mm_features=[])
-    vars(request)["lora_request"] = None
-    stated = str(state_prompt(answered, 145, names_images=True))
-    request.kv_transfer_params |= {"remote_num_tokens": 145, FIELD: stated}
+    vars(request).update(prompt_token_ids=ids[:prompt], num_tokens=prompt)
+    stated = state_prompt(_prefilled(ids[:133], tuple(ids[133:145])), 145, names_images=True)
+    request.kv_transfer_params |= {"remote_num_tokens": 145, FIELD: str(stated)}
     scheduler = _scheduler("0.33.0")
     scheduler._is_hma_required = True
     group = SimpleNamespace(kv_cache_spec=kind(sliding_window=40, block_size=16))
@@ -259,23 +258,20 @@ def test_a_window_names_the_null_block_where_no_scheduler_knows_its_groups() -> 
 def test_what_p_pushes_is_the_prompt(prompt: int, held: int, edit: int | None, loads: bool) -> None:
     """P writes all of its blocks to the end of D's list, whatever D was sent."""
     ids = list(range(1, 300))
-    prefilled = SimpleNamespace(
-        prompt_token_ids=ids[:held], output_token_ids=[], num_tokens=held, mm_features=[]
-    )
-    prefilled.lora_request = None
     own = ids[:prompt]
     if edit is not None:
         own[edit] = 0
     request = _Request()
-    vars(request).update(prompt_token_ids=own, mm_features=[])
-    vars(request)["lora_request"] = None
+    vars(request).update(prompt_token_ids=own)
     scheduler = _scheduler("0.33.0")
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
     stopped: list[str] = []
     scheduler._stop_heartbeat = stopped.append
 
     assert PromptLoads().may_be_pushed(scheduler, request, prompt), "P states nothing"
-    request.kv_transfer_params[FIELD] = str(state_prompt(prefilled, held, names_images=True))
+    request.kv_transfer_params[FIELD] = str(
+        state_prompt(_prefilled(ids[:held]), held, names_images=True)
+    )
     assert PromptLoads().may_be_pushed(scheduler, request, prompt) == loads
     assert request.kv_transfer_params["do_remote_prefill"] == loads
     assert (not stopped) == loads

@@ -16,8 +16,6 @@ from .release_workers import worker_of
 from .test_accepted_peers import named
 from .test_decision import NEWEST, of_two_bytes, peer_of_two_bytes
 
-pytestmark = pytest.mark.patching
-
 ROWS, COLUMNS, TILES = KeyOrder.ROW_MAJOR, KeyOrder.COLUMN_MAJOR, KeyOrder.TILED
 
 

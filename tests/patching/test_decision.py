@@ -1,4 +1,4 @@
-"""The decision of a handshake, a row for each way in which a peer can differ."""
+"""The decision of a handshake, a row for each way to differ that the lab does not play."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import PACKED
 
 from .release_workers import reading
-from .test_remote_geometry import _metadata, ours_of, regions_of, stating
-
-pytestmark = pytest.mark.patching
+from .test_remote_geometry import _metadata, ours_of, planes_of, regions_of, stating
 
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
 PEER = stating()
@@ -37,9 +35,8 @@ UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")
 def local(**changes: Any) -> LocalCache:
     """Blocks of 16 tokens, 4 heads, layout LBHNC, one rank; `changes` are its geometry's."""
     cache = {key: changes.pop(key) for key in _OF_CACHE & changes.keys()}
-    geometry = replace(ours_of()[1], **changes)
-    planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
-    return LocalCache(geometry, planes, **cache)
+    geometry = replace(ours_of(), **changes)
+    return LocalCache(geometry, planes_of(geometry), **cache)
 
 
 _OF_CACHE = {
@@ -62,24 +59,25 @@ def by_column(**changes: Any) -> LocalCache:
     return local(key_order=KeyOrder.COLUMN_MAJOR, **changes)
 
 
-def of_two_bytes(
-    order: KeyOrder = KeyOrder.COLUMN_MAJOR, block_tokens: int = 32, **changes: Any
-) -> LocalCache:
+def of_two_bytes(order: KeyOrder = KeyOrder.COLUMN_MAJOR, **changes: Any) -> LocalCache:
     """bfloat16, heads of 32 channels: a CPU with AMX has them in tiles."""
-    shape = 10, 4, block_tokens, 64
+    shape = 10, 4, 32, 64
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in "ab"}
     layers = read_layers(reading(PACKED, 2), tensors, order)
-    addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
-    found = {"layers": layers, "addresses": addresses, "units": units_of(layers)}
-    lengths = (2 * prod(shape[1:]),) * 2
-    found |= {"block_tokens": block_tokens, "block_bytes": lengths, "key_order": order}
-    return local(**{**found, **changes})
+    return local(
+        layers=layers,
+        addresses=tuple(tensor.data_ptr() for tensor in tensors.values()),
+        units=units_of(layers),
+        block_tokens=32,
+        block_bytes=(2 * prod(shape[1:]),) * 2,
+        key_order=order,
+        **changes,
+    )
 
 
-def peer_of_two_bytes(block_tokens: int = 64, **changes: Any) -> AgentMetadata:
+def peer_of_two_bytes(block_tokens: int) -> AgentMetadata:
     lengths = [2 * 4 * block_tokens * 64] * 2
-    stated = {"block_lens": lengths, "block_strides": lengths, **changes}
-    return peer(block_tokens=block_tokens, **stated)
+    return peer(block_tokens=block_tokens, block_lens=lengths, block_strides=lengths)
 
 
 def whole(kind: Kind) -> LocalCache:
@@ -90,8 +88,8 @@ def whole(kind: Kind) -> LocalCache:
         )
         for name, cache in found.geometry.layers.items()
     }
-    planes = [plane for layer in layers.values() for plane in layer.planes]
-    return replace(found, geometry=replace(found.geometry, layers=layers), planes=planes)
+    geometry = replace(found.geometry, layers=layers)
+    return replace(found, geometry=geometry, planes=planes_of(geometry))
 
 
 def local_with_states(*division: StateDivision) -> LocalCache:
@@ -101,7 +99,6 @@ def local_with_states(*division: StateDivision) -> LocalCache:
     return replace(found, geometry=replace(found.geometry, states=states))
 
 
-_SHARED = StateDivision((SharedState(8, (Part(128),)),), reason="")
 _COPIED = StateDivision((SharedState(8, (Part(64), Part(64, is_copied=True))),), reason="")
 
 
@@ -116,17 +113,11 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "larger blocks": (local, lambda: peer(block_tokens=64), Read),
     "smaller blocks": (local, lambda: peer(block_tokens=8), Read),
     "blocks of no multiple": (local, lambda: peer(block_tokens=48), Read),
-    "blocks cut into parts": (
-        local, lambda: peer(physical_blocks_per_logical_kv_block=2), Read,
-    ),
     "tokens before heads": (local, lambda: peer(kv_cache_layout="LBNHC"), Read),
     "cross-layer blocks": (local, lambda: peer(**regions_of("BLHNC", block_tokens=16)), Read),
     "heads outside blocks": (local, lambda: peer(**regions_of("LHBNC", block_tokens=16)), Read),
     "ranks whose heads are pieces": (local, lambda: peer(1, 2), Stock),
     "ranks that share heads": (local, lambda: peer(5, 8, block_lens=[1024] * 2), Read),
-    "ranks of a release that meets one": (
-        lambda: local(facts=FACTS["0.13.0"]), lambda: peer(1, 2, block_lens=[2048] * 2), Read,
-    ),
     "cut in the only way that there is": (
         lambda: local(kernel_sizes=_CUTS), lambda: replace(peer(), kernel_blocks_per_block=None),
         Stock,
@@ -171,12 +162,6 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "keys by column, tokens before heads": (
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
     ),
-    "keys by column that AMX may tile": (
-        of_two_bytes, peer_of_two_bytes, "--dtype float32",
-    ),
-    "keys by column of a type that AMX does not tile": (
-        lambda: of_two_bytes(tiles_on_amx=False), peer_of_two_bytes, Read,
-    ),
     "whole blocks of another size": (
         lambda: whole(_INDEXER), lambda: peer(block_tokens=64), "use one --block-size",
     ),
@@ -204,40 +189,17 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "like us, with ranks that share out tokens": (
         local, lambda: replace(peer(), shares_tokens=True), Stock,
     ),
-    "our allocator's own layout": (
-        lambda: local(planned_layout="LBNHC"), lambda: peer(kv_cache_layout="LBNHC"),
-        "set ENABLE_KVPATCH on P",
-    ),
     "a device without storage": (
         lambda: local(has_sure_layout=False), lambda: peer(kv_cache_layout="LBNHC"),
         "set ENABLE_KVPATCH there too",
     ),
     "a device without storage, like us": (lambda: local(has_sure_layout=False), peer, Stock),
-    "blocks larger than the staging pool": (
-        lambda: local(staging_bytes=1024), lambda: peer(block_tokens=64),
-        "KVPATCH_TRANSFER to auto",
-    ),
     "not the blocks that are declared": (
         lambda: local(declared=DeclaredGeometry(64)), lambda: peer(block_tokens=32),
         "the --block-size of P",
     ),
     "not the layout that is declared": (
         lambda: local(declared=DeclaredGeometry(layout="NHD")), peer, "set it to what P has",
-    ),
-    "state that ranks share out": (
-        lambda: local_with_states(_SHARED),
-        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
-        Stock,
-    ),
-    "state that ranks share out, in smaller blocks": (
-        lambda: local_with_states(_SHARED),
-        lambda: peer(1, 2, block_tokens=8, block_lens=[1024] * 2, ssm_sizes=(512,)),
-        Read,
-    ),
-    "state of which each rank has a part whole": (
-        lambda: local_with_states(_COPIED),
-        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(768,)),
-        Read,
     ),
     "state of which each rank has a part whole, by its bytes shared out": (
         lambda: local_with_states(_COPIED),
@@ -295,27 +257,12 @@ def _muted(**changes: Any) -> AgentMetadata:
 _SIZE, _LAYOUT, _KEYS = (f"KVPATCH_PEER_{name}" for name in ("BLOCK_SIZE", "LAYOUT", "KEYS"))
 _CUT = {"kernel_sizes": _CUTS}
 _LARGE = {"block_tokens": 64, "num_blocks": 40}
-_IN_TWO = StatedBlocks(128, 64)
 
 #: name: our side, what the peer states, what becomes of it, and the variables of the warning; of a
-#: refusal the words of its cure.
+#: refusal the words of its cure. The lab plays what is declared or stated (test_unstated_blocks).
 OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any, Any]] = {
-    "items of any size, like ours": (local, unstated, Stock, (_SIZE,)),
     "items of any size, like ours, and all is ours": (
         lambda: local(reads_all=True), unstated, Read, (_SIZE,),
-    ),
-    "items of any size, other blocks": (
-        local, lambda: unstated(block_tokens=64), f"set {_SIZE} to what P has", None,
-    ),
-    "items of any size, declared": (
-        lambda: local(declared=DeclaredGeometry(64)), lambda: unstated(block_tokens=64), Read, (),
-    ),
-    "items of any size, declared, like ours": (
-        lambda: local(declared=DeclaredGeometry(16)), unstated, Stock, (),
-    ),
-    "items of any size, stated": (
-        local, lambda: replace(unstated(block_tokens=64), stated_blocks=StatedBlocks(64, 64)),
-        Read, (),
     ),
     "items of a type that is stated": (
         lambda: local(dtype="bfloat16"),
@@ -326,43 +273,15 @@ OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         local, lambda: replace(unstated(), stated_blocks=StatedBlocks(32, 32)),
         "--kv-cache-dtype", None,
     ),
-    "stated, and declared otherwise": (
-        lambda: local(declared=DeclaredGeometry(32)),
-        lambda: replace(unstated(), stated_blocks=StatedBlocks(16, 16)),
-        "set it to the --block-size of P", None,
-    ),
-    "either layout, ours the one that vLLM chooses": (
-        _by_number, _muted, Stock, (_SIZE, _LAYOUT),
-    ),
-    "either layout, ours another": (
-        lambda: _by_number(inner_layout="NHD"), _muted, f"set {_SIZE} and {_LAYOUT}", None,
-    ),
     "either layout, and the blocks declared": (
         lambda: _by_number(declared=DeclaredGeometry(16)), _muted, Stock, (_LAYOUT,),
     ),
     "a layout that is declared": (
         lambda: _by_number(declared=DeclaredGeometry(16, "NHD")), _muted, Read, (),
     ),
-    "a layout that is stated": (
-        _by_number, lambda: replace(_muted(), stated_blocks=StatedBlocks(16, 16, "NHD")), Read, (),
-    ),
-    "any cut, other blocks": (
-        lambda: local(**_CUT), lambda: _uncut(**_LARGE), f"set {_SIZE} to what P has", None,
-    ),
-    "any cut, like ours": (
-        lambda: local(**_CUT, block_tokens=64), lambda: _uncut(**_LARGE), Stock, (_SIZE,),
-    ),
     "any cut but ours": (
         lambda: local(**_CUT, block_tokens=64, kernel_blocks_per_block=3),
         lambda: _uncut(**_LARGE), f"set {_SIZE}", None,
-    ),
-    "a cut that is declared": (
-        lambda: local(**_CUT, block_tokens=64, declared=DeclaredGeometry(128)),
-        lambda: _uncut(**_LARGE), Read, (),
-    ),
-    "a cut that is stated": (
-        lambda: local(**_CUT, block_tokens=64),
-        lambda: replace(_uncut(**_LARGE), stated_blocks=_IN_TWO), Read, (),
     ),
     "a cut that is stated, of other kernel blocks": (
         lambda: local(**_CUT, block_tokens=64),
@@ -376,6 +295,9 @@ OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "block sizes that are none": (
         lambda: local(misreads_blocks=True), lambda: replace(peer(), block_tokens=4),
         Stock, (_SIZE,),
+    ),
+    "another backend, which leaves nothing to be declared": (
+        local, lambda: unstated(attn_backend_name="OTHER", block_tokens=64), "use one", None,
     ),
     "a CPU's keys, like ours": (
         of_two_bytes, lambda: peer_of_two_bytes(32), Stock, (_KEYS,),
@@ -392,10 +314,6 @@ def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
     _says(found, expected)
     if not isinstance(found, PeerRefused):
         assert found.open_to == variables
-
-
-def test_what_cannot_be_read_as_anything_is_refused() -> None:
-    _says(decide(local(), unstated(attn_backend_name="OTHER", block_tokens=64), OLDEST), "use one")
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.
@@ -431,27 +349,14 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
         replace(PEER, block_tokens=64), Stock,
     ),
     "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), PEER, Stock),
-    "a mirror of other blocks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, block_tokens=64), "always on both",
-    ),
-    "a mirror of other ranks": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, tp_size=8), "always on both",
-    ),
     "a mirror of latents": (
         replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(PEER, tp_size=8), Stock,
-    ),
-    "kvpatch's buffer beside a mirror": (
-        replace(UNREAD, mirror_layout="NHD"), replace(PEER, stated_layout="HND"),
-        "always on both",
     ),
     "a mirror that states what it has, of other ranks": (
         replace(UNREAD, mirror_layout=UNREAD.layout), replace(PEER, tp_size=8), Stock,
     ),
     "other ranks, which share out tokens": (
         replace(UNREAD, shares_tokens=True), replace(PEER, tp_size=8), "--tensor-parallel",
-    ),
-    "smaller blocks that join": (
-        replace(UNREAD, kinds={"a": _POOLED}), replace(PEER, block_tokens=8), Stock,
     ),
 }  # fmt: skip
 

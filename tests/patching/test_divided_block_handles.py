@@ -5,12 +5,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import pytest
-
 from kvpatch.core.releases import FACTS
 from kvpatch.load.reader_attachment import blocks_undivided, watch_divided_blocks
-
-pytestmark = pytest.mark.patching
 
 DIVIDES = FACTS["0.14.0"]
 
@@ -43,10 +39,3 @@ def test_registering_again_keeps_what_is_there():
     table = worker.src_xfer_handles_by_tp_ratio
     watch_divided_blocks(worker, DIVIDES)
     assert worker.src_xfer_handles_by_tp_ratio is table == {-2: ["like"]}
-
-
-def test_a_release_without_such_a_table():
-    worker = SimpleNamespace()
-    watch_divided_blocks(worker, FACTS["0.13.0"])
-    with blocks_undivided(worker):
-        assert not hasattr(worker, "src_xfer_handles_by_tp_ratio")

@@ -16,8 +16,6 @@ from kvpatch.core.version import __version__
 
 from .standin import REPOSITORY, write_tree
 
-pytestmark = pytest.mark.patching
-
 _NEWEST = FACTS[RELEASES[-1]]
 _WITHOUT_TYPER = "import sys; sys.modules['typer'] = None; sys.argv[0] = 'kvpatch'\n"
 _MAIN = "from kvpatch.__main__ import main; main()"

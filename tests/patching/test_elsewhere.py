@@ -20,8 +20,7 @@ from kvpatch.worker.unpatched_workers import EqualBlockPeers
 
 from .standin import run, write_tree
 
-pytestmark = pytest.mark.patching
-
+_NEWEST = FACTS[RELEASES[-1]]
 _GUARDED = ReadRequest(5, 5, ((1,),), ((2,),), is_guarded=True)
 _OPEN = ReadRequest(5, 5, ((1,),), ((2,),))
 _LOADS = "import pickle; found = pickle.loads(bytes.fromhex('{}'))\n"
@@ -56,28 +55,26 @@ def test_what_a_stock_worker_may_ignore_reaches_it() -> None:
     assert _load(_OPEN, Path()).returncode == 0
 
 
-def test_a_patched_process_takes_all(tmp_path: Path) -> None:
-    facts = FACTS[RELEASES[-1]]
-    tree = write_tree(tmp_path, facts, facts.release)
-    script = (
-        "import importlib, json, kvpatch; kvpatch.enable()\n"
-        f"importlib.import_module({facts.connector.module!r})\n"
-        + _LOADS.format(pickle.dumps(_GUARDED).hex())
-        + "print(json.dumps([found.tokens, found.is_guarded]))"
-    )
-    assert run(tree, script) == [5, True]
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    return write_tree(tmp_path, _NEWEST, _NEWEST.release)
 
 
-def test_a_process_that_leaves_the_patch_out_does_not(tmp_path: Path) -> None:
-    facts = FACTS[RELEASES[-1]]
-    tree = write_tree(tmp_path, facts, facts.release)
-    script = (
-        "import importlib, kvpatch; kvpatch.enable()\n"
-        f"importlib.import_module({facts.connector.module!r})\n"
-        + _LOADS.format(pickle.dumps(_GUARDED).hex())
-    )
+_TAKES = (
+    "import importlib, json, kvpatch; kvpatch.enable()\n"
+    f"importlib.import_module({_NEWEST.connector.module!r})\n"
+    f"{_LOADS.format(pickle.dumps(_GUARDED).hex())}"
+    "print(json.dumps([found.tokens, found.is_guarded]))"
+)
+
+
+def test_a_patched_process_takes_all(tree: Path) -> None:
+    assert run(tree, _TAKES) == [5, True]
+
+
+def test_a_process_that_leaves_the_patch_out_does_not(tree: Path) -> None:
     with pytest.raises(AssertionError, match=PatchRefused.__name__):
-        run(tree, script, KVPATCH_DISABLE="unlike_engines")
+        run(tree, _TAKES, KVPATCH_DISABLE="unlike_engines")
 
 
 def test_likeness_is_learnt_from_prompts_of_several_blocks() -> None:
@@ -119,9 +116,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("before", ["", "import vllm.executor"])
-def test_rays_workers_are_given_our_variables(tmp_path: Path, before: str) -> None:
-    facts = FACTS[RELEASES[-1]]
-    tree = write_tree(tmp_path, facts, facts.release)
+def test_rays_workers_are_given_our_variables(tree: Path, before: str) -> None:
     (tree / "vllm" / "ray").mkdir()
     (tree / "vllm" / "ray" / "__init__.py").touch()
     (tree / "vllm" / "ray" / "ray_env.py").write_text(_RAY_ENV)

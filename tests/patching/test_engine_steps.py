@@ -10,8 +10,6 @@ import pytest
 from kvpatch.core.ledger import Parts
 from kvpatch.worker.engine_steps import Around, amend, around
 
-pytestmark = pytest.mark.patching
-
 SAID: list[str] = []
 
 
@@ -25,17 +23,18 @@ def vllms(owner: Any, *given: Any) -> Any:
     return "what vLLM returns"
 
 
-def replaced(how: Callable[..., Any], **parts: Any) -> Any:
-    """vLLM's method with these parts."""
+def replaced(how: Callable[..., Any], method: Callable[..., Any], **parts: Any) -> Any:
+    """A method with these parts."""
     held = Parts()
     for slug, part in parts.items():
         held.put(slug, part)
-    return how(vllms, held)
+    return how(method, held)
 
 
 def test_results_are_taken_by_each_before_and_behind() -> None:
     call = replaced(
         around,
+        vllms,
         first=Around(after=lambda worker, found: SAID.append(f"first {worker}: {found}")),
         second=Around(before=lambda worker: SAID.append(f"second {worker}")),
         third=Around(after=lambda worker, found: SAID.append(f"third {worker}: {found}")),
@@ -54,6 +53,7 @@ def test_results_are_taken_by_each_before_and_behind() -> None:
 def test_what_is_returned_is_amended_by_one_after_the_other() -> None:
     call = replaced(
         amend,
+        vllms,
         first=lambda owner, found: f"{found}, first of {owner}",
         second=lambda owner, found: f"{found}, second of {owner}",
     )
@@ -91,5 +91,5 @@ def test_an_answer_is_amended_by_those_who_were_on_when_it_was_asked_for() -> No
 
 def test_without_parts_a_call_is_as_it_was() -> None:
     """As where kvpatch was switched off and somebody else has wrapped the call since."""
-    assert replaced(around)("worker") == "what vLLM returns"
-    assert replaced(amend)("worker") == "what vLLM returns"
+    assert replaced(around, vllms)("worker") == "what vLLM returns"
+    assert replaced(amend, vllms)("worker") == "what vLLM returns"

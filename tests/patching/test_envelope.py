@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpatch.core.ledger import Parts
 from kvpatch.worker.envelope import (
     answer,
     message_on,
@@ -22,7 +20,7 @@ from kvpatch.worker.envelope import (
     write_step,
 )
 
-pytestmark = pytest.mark.patching
+from .test_engine_steps import replaced
 
 
 @dataclass
@@ -56,19 +54,12 @@ class Connector:
         return "set"
 
 
-def _replaced(how: Callable[..., Any], method: Any, **parts: Any) -> Any:
-    held = Parts()
-    for slug, part in parts.items():
-        held.put(slug, part)
-    return how(method, held)
-
-
 def _build(**parts: Any) -> Any:
-    return _replaced(write_step, Connector.build_connector_meta, **parts)
+    return replaced(write_step, Connector.build_connector_meta, **parts)
 
 
 def _bind(**parts: Any) -> Any:
-    return _replaced(read_step, Connector.bind_connector_metadata, **parts)
+    return replaced(read_step, Connector.bind_connector_metadata, **parts)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -119,7 +110,7 @@ def test_a_connector_without_a_worker_is_left_alone(connector: Any) -> None:
 
 
 def test_a_worker_states_one_message_and_its_scheduler_takes_it_in_turn() -> None:
-    state = _replaced(
+    state = replaced(
         write_statement,
         Connector.get_handshake_metadata,
         first=lambda worker: {"first": worker},
@@ -136,23 +127,21 @@ def test_a_worker_states_one_message_and_its_scheduler_takes_it_in_turn() -> Non
         seen.append(metadata)
         return metadata
 
-    learn = _replaced(
-        read_statement, Connector.set_xfer_handshake_metadata, first=take, second=keep
-    )
+    learn = replaced(read_statement, Connector.set_xfer_handshake_metadata, first=take, second=keep)
     stated = pickle.loads(pickle.dumps(state(Connector(stated=Metadata()))))
     scheduler = Connector()
 
     assert learn(scheduler, {0: stated}) == "set"
 
-    replaced = {0: Metadata({"by": 1})}
-    assert seen == [{"first": "worker", "second": 2}, replaced]
-    assert scheduler.heard == [replaced]
+    amended = {0: Metadata({"by": 1})}
+    assert seen == [{"first": "worker", "second": 2}, amended]
+    assert scheduler.heard == [amended]
     assert msgspec.msgpack.encode(stated) == msgspec.msgpack.encode(Metadata()), "no peer sees it"
 
 
 @pytest.mark.parametrize("worker", ["worker", None])
 def test_nothing_is_stated_without_a_worker_or_its_metadata(worker: Any) -> None:
-    state = _replaced(
+    state = replaced(
         write_statement, Connector.get_handshake_metadata, first=lambda _: {"first": 1}
     )
     assert state(Connector(worker)) is None
@@ -174,7 +163,7 @@ def test_an_answer_is_amended_by_one_patch_after_the_other(by_name: bool) -> Non
         return begin
 
     parts = {"first": part("first"), "none": lambda *_: None, "second": part("second")}
-    finished = _replaced(answer, request_finished, **parts)
+    finished = replaced(answer, request_finished, **parts)
     connector = Connector()
 
     found = (
@@ -186,4 +175,4 @@ def test_an_answer_is_amended_by_one_patch_after_the_other(by_name: bool) -> Non
     assert connector.heard == ["first", "second", ("a", [1])]
     assert found == (True, {"vLLM's": 1, "first": ("a", [1]), "second": ("a", [1])})
     assert list(found[1]) == ["vLLM's", "first", "second"]
-    assert _replaced(answer, request_finished)(connector, "a", [1]) == (True, {"vLLM's": 1})
+    assert replaced(answer, request_finished)(connector, "a", [1]) == (True, {"vLLM's": 1})

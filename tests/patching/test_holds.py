@@ -16,8 +16,6 @@ from kvpatch.load.read_request import HOLD, stated_for_checks
 from kvpatch.transfer.nixl import mask_of
 from kvpatch.worker.envelope import HOLDS, TABLES, message_on, write_message
 
-pytestmark = pytest.mark.patching
-
 GENERATIONS = st.builds(
     generation_of, st.integers(0, 2**32 - 1), st.integers(min_value=1, max_value=2**40)
 )

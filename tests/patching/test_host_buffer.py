@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +30,6 @@ ALONE = {
     "pipeline_parallel_size": 1,
 }
 KNOWN = {"cuda": ("cuda", "cpu"), "xpu": ("cpu",), "tpu": ("cpu",), "cpu": ("cpu",)}
-
-
 #: Of <= 0.11.0, which has no mirror.
 KNOWN_FIRST = {"cuda": ("cuda",)}
 
@@ -80,67 +78,41 @@ def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     refuse_shares(SimpleNamespace(**ALONE), FACTS["0.12.0"])
 
 
-def _plan(*tensors: Any) -> Any:
-    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)
+@pytest.mark.parametrize(("budget", "expected"), [(1000, 10), (10_000, 50)])
+def test_as_many_blocks_as_the_budget_holds_and_the_device_has(budget: int, expected: int) -> None:
+    assert host_blocks_in(budget, 100, 50) == expected
 
 
-class TestRows:
-    def test_as_many_as_the_budget_holds(self) -> None:
-        assert host_blocks_in(1000, 100, 50) == 10
-
-    def test_no_more_than_the_device_has(self) -> None:
-        assert host_blocks_in(10_000, 100, 50) == 50
-
-    def test_the_null_block_alone_is_refused_with_what_is_needed(self) -> None:
-        with pytest.raises(RegistrationRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
-            host_blocks_in(199, 100, 50)
-
-    def test_tensors_of_their_own_are_added(self) -> None:
-        plan = _plan(SimpleNamespace(size=400), SimpleNamespace(size=800))
-        assert block_bytes_of(plan, FACTS["0.28.0"]) == 300
-
-    def test_ranges_of_one_allocation_are_counted_once(self) -> None:
-        plan = _plan(SimpleNamespace(size=800), SimpleNamespace(size=800))
-        assert block_bytes_of(plan, FACTS["0.29.0"]) == 200
-
-    def test_tensors_in_host_memory_are_not_counted(self) -> None:
-        ours = SimpleNamespace(size=800, host_resident=False)
-        plan = _plan(ours, SimpleNamespace(size=8000, host_resident=True))
-        assert block_bytes_of(plan, FACTS["0.30.0"]) == 200
+def test_the_null_block_alone_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(RegistrationRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
+        host_blocks_in(199, 100, 50)
 
 
-class TestPublishedGroup:
-    FULL = PublishedGroup(block_tokens=16, last_blocks=0)
-    WINDOW = PublishedGroup(block_tokens=16, last_blocks=2)
+_IN_HOST_MEMORY = {"size": 8000, "host_resident": True}
 
-    def test_a_chunk_makes_the_blocks_ready_that_it_completes(self) -> None:
-        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=60)
-        assert found == [5, 6]
 
-    @pytest.mark.parametrize(("full_only", "expected"), [(False, [5, 6, 7]), (True, [5, 6])])
-    def test_the_last_chunk_completes_the_last_block(
-        self, full_only: bool, expected: list[int]
-    ) -> None:
-        group = replace(self.FULL, full_blocks_only=full_only)
-        found = group.ready([5, 6, 7], end=40, prompt_tokens=40)
-        assert found == expected
+@pytest.mark.parametrize(
+    ("release", "tensors", "expected"),
+    [
+        ("0.28.0", [{"size": 400}, {"size": 800}], 300),
+        ("0.29.0", [{"size": 800}, {"size": 800}], 200),  # ranges of one allocation
+        # Tensors in host memory are not counted.
+        ("0.30.0", [{"size": 800, "host_resident": False}, _IN_HOST_MEMORY], 200),
+    ],
+)
+def test_bytes_of_a_block(release: str, tensors: list[dict[str, int]], expected: int) -> None:
+    plan = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(**t) for t in tensors], num_blocks=4)
 
-    def test_of_a_window_the_end_is_saved_at_the_end(self) -> None:
-        blocks = [0, 0, 7, 8]
-        assert not self.WINDOW.ready(blocks, end=50, prompt_tokens=60)
-        found = self.WINDOW.ready(blocks, end=60, prompt_tokens=60)
-        assert found == [7, 8]
+    assert block_bytes_of(plan, FACTS[release]) == expected
 
-    def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it(self) -> None:
-        assert self.FULL.written([5, 6, 7], start=16) == [6, 7]
-        assert self.FULL.written([5, 6, 7], start=17) == [6, 7]
-        assert self.FULL.written([0, 0, 7], start=0) == [7]
 
-    @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 1), (17, 2), (100, 7)])
-    def test_needed(self, tokens: int, expected: int) -> None:
-        assert self.FULL.needed(tokens) == expected
-        assert replace(self.FULL, full_blocks_only=True).needed(tokens) == tokens // 16
-        assert self.WINDOW.needed(tokens) == min(2, expected)
+def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it() -> None:
+    """The lab saves prompts of many lengths, in chunks and windows."""
+    full = PublishedGroup(block_tokens=16, last_blocks=0)
+
+    assert full.written([5, 6, 7], start=16) == [6, 7]
+    assert full.written([5, 6, 7], start=17) == [6, 7]
+    assert full.written([0, 0, 7], start=0) == [7]
 
 
 @dataclass(eq=False)
@@ -211,56 +183,39 @@ class _Core:
         for block in blocks:  # as it is scheduled: full blocks are hashed
             self.kv_cache_manager.block_pool.blocks[block].block_hash = self.content[block]
         assert saves.admit(request)
-        step = SimpleNamespace(num_scheduled_tokens={name: request.num_prompt_tokens - computed})
-        metadata = SimpleNamespace(reqs_to_recv={})
-        found = saves.plan(step, metadata).get(SAVES)
-        return set() if found is None else set(found.blocks)
+        return set(_planned(saves, name, request.num_prompt_tokens - computed))
 
     content: Mapping[int, str | None] = {1: "a", 2: "b", 3: "c"}
 
 
-def test_what_is_published_is_the_prompt_whatever_is_computed_behind_it() -> None:
-    """Drafts have a block of their own and may be rejected; an answer goes on in a third one."""
-    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
-    saves.link(core, SimpleNamespace(_is_hma_required=False))
-    blocks = [1, 2, 3]
-    request = core.request("r", blocks, 20, 0)
-    assert saves.admit(request)
-    metadata = SimpleNamespace(reqs_to_recv={})
-    (saved,) = saves.plan(SimpleNamespace(num_scheduled_tokens={"r": 20}), metadata).values()
-    assert saved.blocks == (1, 2) and saved.is_last
+def _planned(saves: HostBufferScheduler, name: str, tokens: int) -> tuple[int, ...]:
+    """The device's blocks that a step of so many tokens of a request saves."""
+    step = SimpleNamespace(num_scheduled_tokens={name: tokens})
+    found = saves.plan(step, SimpleNamespace(reqs_to_recv={})).get(SAVES)
+    return () if found is None else found.blocks
 
-    for computed in (20, 24, 36):
-        request.num_computed_tokens = computed
-        step = SimpleNamespace(num_scheduled_tokens={"r": 4})
-        assert saves.plan(step, metadata) == {}
-    request.num_computed_tokens = 40
-    params = {"remote_block_ids": [blocks], "remote_num_tokens": 40}
-    assert saves.finished(SimpleNamespace(), request, (True, params)) == (True, params)
-    assert params == {"remote_block_ids": [list(saved.host_blocks)], "remote_num_tokens": 20}
+
+def _linked(**connectors: Any) -> tuple[_Core, HostBufferScheduler]:
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(**{"_is_hma_required": False, **connectors}))
+    return core, saves
 
 
 def test_a_prompt_that_comes_back_whole_is_saved_anew() -> None:
     """It was preempted behind its prompt, and its blocks are a prefix hit."""
-    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
-    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    core, saves = _linked()
     assert core.saved(saves, "r", [1, 2]) == {1, 2}
     saves.release("r")
     assert core.saved(saves, "r", [1, 2, 3], computed=48) == {3}, "the others are held still"
     core.requests["r"].num_computed_tokens = 32
-    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
-    again = saves.plan(step, SimpleNamespace(reqs_to_recv={}))[SAVES]
-    assert again.blocks == (3,), "computed anew"
+    assert _planned(saves, "r", 16) == (3,), "computed anew"
 
 
 def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
-    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
-    saves.link(core, SimpleNamespace(_is_hma_required=True, blocks_per_sw=[2]))
+    core, saves = _linked(_is_hma_required=True, blocks_per_sw=[2])
     request = core.request("r", [0, 2, 3], 48, 32)
     assert saves.admit(request)
-    step = SimpleNamespace(num_scheduled_tokens={"r": 16})
-    (saved,) = saves.plan(step, SimpleNamespace(reqs_to_recv={})).values()
-    assert saved.blocks == (2, 3)
+    assert _planned(saves, "r", 16) == (2, 3)
 
     core.held["r"], request.num_computed_tokens = [0, 0, 3, 4], 64
     released = SimpleNamespace(_reqs_need_send={"r": 1.0}, _reqs_not_processed=set())
@@ -271,8 +226,7 @@ def test_a_window_that_has_left_the_prompt_is_not_published(caplog) -> None:
 
 def test_what_another_connector_has_written_is_saved_again() -> None:
     """A MultiConnector's may load into a block whose host block holds what was there before."""
-    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
-    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    core, saves = _linked()
     assert core.saved(saves, "first", [1, 2]) == {1, 2}
     saves.release("first")
     assert core.saved(saves, "hit", [1, 3], computed=16) == {3}, "a prefix hit"
@@ -284,8 +238,7 @@ def test_what_another_connector_has_written_is_saved_again() -> None:
 
 @pytest.mark.parametrize("content", [None, "other"])
 def test_a_block_that_was_partly_filled_is_saved_again(content: str | None) -> None:
-    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
-    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    core, saves = _linked()
     core.content = {1: "a", 2: None}
     assert core.saved(saves, "first", [1, 2]) == {1, 2}
     saves.release("first")
@@ -306,22 +259,19 @@ def test_host_blocks_in_use_are_said_now_and_then_and_when_none_is(caplog):
         now[0] = at
         caplog.clear()
         usage.look(table)
-        return caplog.messages
+        return [message.removeprefix("host buffer: ") for message in caplog.messages]
 
+    in_all = "{} of 4 blocks reserved, {} of them filled; {} requests wait for blocks"
     assert said(11) == [], "nothing was ever in use"
     table.reserve("a", 3)
     table.save("a", [7])
     table.reserve("b", 2)
     assert said(9) == [], "too soon"
-    assert said(12) == [
-        "host buffer: 3 of 4 blocks reserved, 1 of them filled; 1 requests wait for blocks"
-    ]
+    assert said(12) == [in_all.format(3, 1, 1)]
     assert said(13) == []
     table.release("b")
     table.release("a")
-    assert said(14) == [
-        "host buffer: 0 of 4 blocks reserved, 0 of them filled; 0 requests wait for blocks"
-    ]
+    assert said(14) == [in_all.format(0, 0, 0)]
     assert said(40) == [], "said already"
     table.reserve("c", 1)
     assert len(said(41)) == 1

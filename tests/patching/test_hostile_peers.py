@@ -30,9 +30,7 @@ from kvpatch.worker.local_geometry import LocalGeometry
 from tests.lab.releases import is_full
 
 from ..geometry.planned import plan_runs
-from .test_remote_geometry import ours_of, regions_of
-
-pytestmark = pytest.mark.patching
+from .test_remote_geometry import _metadata, ours_of, planes_of, regions_of
 
 MUTATIONS = 10_000 if is_full() else 2_000
 TOKENS = 100
@@ -50,19 +48,11 @@ def _real_metadata(layout: str = "LBHNC") -> Any:
     """What a prefill engine of 64-token blocks sends, in the release's own class."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
-    stated: dict[str, Any] = {
-        "engine_id": "p",
-        "agent_metadata": b"agent",
-        "device_id": 0,
-        "num_blocks": 6,
-        **regions_of(layout),
-        "block_size": 64,
-        "ssm_sizes": (0, 0),
-        "attn_backend_name": "FLASH_ATTN",
-        "physical_blocks_per_logical_kv_block": 1,
-    }
+    stated = _metadata(agent_metadata=b"agent", ssm_sizes=(0, 0), **regions_of(layout))
     names = {field.name for field in fields(NixlAgentMetadata)}
-    return NixlAgentMetadata(**{name: value for name, value in stated.items() if name in names})
+    return NixlAgentMetadata(
+        **{name: value for name, value in vars(stated).items() if name in names}
+    )
 
 
 def _completed(ours: LocalGeometry, metadata: Any) -> AgentMetadata:
@@ -100,8 +90,8 @@ def _other(rng: random.Random, value: Any) -> Any:
 
 def test_mutations_are_refused_or_harmless() -> None:
     rng = random.Random(20)
-    _, ours = ours_of()
-    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    ours = ours_of()
+    planes = planes_of(ours)
     refused = read = alike = 0
     for _ in range(MUTATIONS):
         metadata = _real_metadata(rng.choice(tuple(NAMED_LAYOUTS)))
@@ -131,7 +121,7 @@ def test_mutations_are_refused_or_harmless() -> None:
 
 @pytest.mark.parametrize("field", ["kv_cache_layout", "attn_backend_name", "engine_id"])
 def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
-    _, ours = ours_of()
+    ours = ours_of()
     metadata = _real_metadata()
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
     peer = _completed(ours, metadata)

@@ -24,6 +24,7 @@ from kvpatch.worker.cache_kinds import (
     ROWS,
     SCALES_APART,
     Holds,
+    Kind,
 )
 from kvpatch.worker.recurrent_state import StateDivision, StatePages
 from kvpatch.worker.registered_caches import has_slots, kind_of, kind_of_backend
@@ -32,8 +33,6 @@ from kvpatch.worker.release_worker import ReleaseWorker
 from .release_workers import worker_of
 from .test_decision import whole
 from .test_remote_geometry import _stated, ours_of, stating
-
-pytestmark = pytest.mark.patching
 
 
 def backend(name: str, *bases: type, module: str = "vllm.v1.attention.backends.x") -> type:
@@ -64,18 +63,18 @@ def worker(
     )
 
 
+_DERIVED = next(iter(DERIVED))
+
+
 @pytest.mark.parametrize(
-    "prefix", ["ChunkedLocalAttention_64_16_", "FastPrefill", "CrossAttention_StaticSink_"]
+    ("prefix", "kind"),
+    [
+        *((p, ROWS) for p in ("ChunkedLocalAttention_64_16_", "FastPrefill")),
+        ("CrossAttention_StaticSink_", ROWS),
+        (_DERIVED, DERIVED[_DERIVED]),  # which may hold something else
+    ],
 )
-def test_what_vllm_derives_holds_the_same(prefix: str) -> None:
-    derived = backend(f"{prefix}FlashAttentionBackend", FLASH)
-
-    assert kind_of_backend(derived) == ROWS
-
-
-def test_what_vllm_derives_may_hold_something_else() -> None:
-    ((prefix, kind),) = DERIVED.items()
-
+def test_what_vllm_derives_holds_the_same(prefix: str, kind: Kind) -> None:
     assert kind_of_backend(backend(f"{prefix}FlashAttentionBackend", FLASH)) == kind
 
 
@@ -137,17 +136,22 @@ def test_an_unknown_spec_is_unknown_whatever_the_backend() -> None:
     assert not kind_of(worker(FLASH, spec), "a").is_known
 
 
-def test_packed_dtypes_have_scales_of_their_own() -> None:
+_SCALED = "fp8_per_token_head"
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (worker(FLASH, dtype="fp8"), ROWS),
+        (worker(backend("TritonMLABackend")), LATENT),
+        # 0.20 to 0.25.1 place scales as if tokens came before heads; then each row has its own.
+        (worker(FLASH, dtype=_SCALED, release="0.25.1"), SCALES_APART),
+        (worker(FLASH, dtype=_SCALED, release="0.26.0"), ROWS),
+    ],
+)
+def test_dtypes_have_scales_with_their_rows_or_apart(found: ReleaseWorker, kind: Kind) -> None:
+    assert kind_of(found, "a") == kind
     assert kind_of(worker(FLASH, dtype="nvfp4"), "a").holds is Holds.WHOLE
-    assert kind_of(worker(FLASH, dtype="fp8"), "a") == ROWS
-    assert kind_of(worker(backend("TritonMLABackend")), "a") == LATENT
-
-
-def test_scales_of_other_tokens_move_with_their_block() -> None:
-    """0.20 to 0.25.1 place them as if tokens came before heads; then each row has its own."""
-    dtype = "fp8_per_token_head"
-    assert kind_of(worker(FLASH, dtype=dtype, release="0.25.1"), "a") == SCALES_APART
-    assert kind_of(worker(FLASH, dtype=dtype, release="0.26.0"), "a") == ROWS
 
 
 def test_heads_of_a_rank_that_works_out_its_scales_are_no_other_ranks() -> None:
@@ -156,14 +160,6 @@ def test_heads_of_a_rank_that_works_out_its_scales_are_no_other_ranks() -> None:
     for dtype, kind in (("auto", FLASH), ("fp8", backend("TritonMLABackend"))):
         same = kind_of(worker(kind, dtype=dtype, release="0.27.1", calculate_kv_scales=True), "a")
         assert not same.mixes_heads
-
-
-def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    aiter = backend("AiterFlashAttentionBackend")
-    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: True)
-    assert kind_of_backend(aiter).holds is Holds.WHOLE
-    monkeypatch.setattr("kvpatch.worker.registered_caches._is_set", lambda variable: False)
-    assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
 
 
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
@@ -242,7 +238,7 @@ def test_states_of_other_types_are_not_left_to_the_release(
 
 def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
     """The release splits states that ranks share out; it would split slots too."""
-    _, ours = ours_of()
+    ours = ours_of()
     kind = kind_of(worker(ROCM, SLOTS), "a", has_slots=True)
     layers = {name: replace(cache, kind=kind) for name, cache in ours.layers.items()}
     division = StateDivision((SharedState(8, (Part(8),)),), reason="")

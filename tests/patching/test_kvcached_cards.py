@@ -6,6 +6,7 @@ been near a card.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,9 @@ from kvpatch.kvcached.transports import (
     Port,
     active_ports,
     beside_ucx,
-    has_cards_transports,
     ports_in_play,
     refuse_cards,
 )
-
-pytestmark = pytest.mark.patching
 
 PORTS = (Port("mlx5_0", "1", "InfiniBand"), Port("mlx5_1", "1", "Ethernet"))
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "KVPATCH_KVCACHED_CARDS")
@@ -76,7 +74,6 @@ class TestTransports:
         + ("^rc", "^rc,ud,dc", "^tcp", "^", "^mlx5", "^ ib", r"^\ib", "^rc_verbs,ud_verbs"),
     )
     def test_cards_are_in(self, transports):
-        assert has_cards_transports(transports)
         assert ports_in_play(PORTS, transports, None) == PORTS
 
     @pytest.mark.parametrize(
@@ -85,7 +82,6 @@ class TestTransports:
         + ("self,shm,tcp,cuda,gdr_copy", r"\tcp,\cuda_copy", "tcp,rocm", "tcp,,sm"),
     )
     def test_cards_are_out(self, transports):
-        assert not has_cards_transports(transports)
         assert ports_in_play(PORTS, transports, None) == ()
 
 
@@ -144,7 +140,7 @@ class TestRefusal:
         ):
             assert word in str(refused.value)
 
-    def test_host_memory_is_none_of_its_business(self, monkeypatch):
+    def test_host_memory_is_none_of_its_business(self):
         refuse_cards(UCX, IN_HOST_MEMORY)
         refuse_cards(["LIBFABRIC"], IN_HOST_MEMORY)
 
@@ -162,8 +158,8 @@ class TestRefusal:
 
         refuse_cards(UCX, ON_A_GPU)
 
-    def test_no_cards(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(transports, "active_ports", lambda: active_ports(tmp_path))
+    def test_no_cards(self, monkeypatch):
+        monkeypatch.setattr(transports, "active_ports", tuple)
 
         refuse_cards(UCX, ON_A_GPU)
 
@@ -194,3 +190,45 @@ class TestRefusal:
 
         with pytest.raises(SettingsError, match="is not one of refuse, trust"):
             refuse_cards(UCX, ON_A_GPU)
+
+
+# --- the warning about NVLink: once, and where it is true ---------------------------------
+
+
+def _said(monkeypatch, caplog, version, *registrations):
+    transports._warn.cache_clear()
+    monkeypatch.setattr(transports, "kvcached_version", lambda: version)
+    with caplog.at_level(logging.WARNING, logger="kvpatch"):
+        for kv_caches in registrations:
+            transports.note_transport(kv_caches)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("version", ["0.1.6", None])
+def test_a_warning_is_said_once_with_what_to_set(monkeypatch, caplog, version):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+
+    (said,) = _said(monkeypatch, caplog, version, ON_A_GPU, ON_A_GPU)
+
+    assert "ENABLE_KVCACHED=false" in said
+    assert "UCX_TLS=^ib,cuda_ipc" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "kv_caches", "devices", "count"),
+    [
+        ("0.1.6", IN_HOST_MEMORY, "", 0),
+        ("9.0", ON_A_GPU, "", 0),
+        ("0.1.6", {}, "", 0),
+        *(("0.1.6", ON_A_GPU, d, 1) for d in ("", "all", "^ib", "tcp,cuda", "sm,cuda_ipc")),
+        ("0.1.6", ON_A_GPU, "^gdr_copy", 1),
+        *(("0.1.6", ON_A_GPU, d, 0) for d in ("tcp,cuda_copy", "self,sm,tcp", "^cuda_ipc")),
+        *(("0.1.6", ON_A_GPU, d, 0) for d in ("^ib,cuda_ipc", "^cuda")),
+    ],
+)
+def test_a_warning_is_said_where_nvlink_would_be_used(
+    monkeypatch, caplog, version, kv_caches, devices, count
+):
+    monkeypatch.setenv("UCX_TLS", devices)
+
+    assert len(_said(monkeypatch, caplog, version, kv_caches)) == count

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 from kvpatch.core import settings
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.kvcached.pools import check_pools
-from kvpatch.load import mapped_pages as kvcached_pages
+from kvpatch.load import mapped_pages
 from kvpatch.load.mapped_pages import Driver, driver, filler_of
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.worker.kv_cache_groups import Group
@@ -25,8 +26,6 @@ from kvpatch.worker.release_worker import KEYS_FIRST, LATENT
 
 from .release_workers import reading
 
-pytestmark = pytest.mark.patching
-
 BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 
 
@@ -34,13 +33,8 @@ def _read(tensors, order):
     return read_layers(reading(order, tensors), tensors)
 
 
-def _rows(dtype=torch.float32):
-    pool = torch.zeros(BLOCKS, LAYERS, 2, TOKENS, HEADS, CHANNELS, dtype=dtype)
-    return {f"layers.{n}": pool[:, n] for n in range(LAYERS)}
-
-
-def _halves(heads=HEADS, blocks=BLOCKS, layers=LAYERS):
-    return {f"layers.{n}": torch.zeros(2, blocks, TOKENS, heads, CHANNELS) for n in range(layers)}
+def _halves(blocks=BLOCKS, layers=LAYERS):
+    return {f"layers.{n}": torch.zeros(2, blocks, TOKENS, HEADS, CHANNELS) for n in range(layers)}
 
 
 def _check(tensors, order, contiguous=None, page_bytes=None):
@@ -68,14 +62,10 @@ class TestVariables:
 
         _check({"layers.0": few, "layers.1": many}, LATENT, contiguous=False)
 
-    @pytest.mark.parametrize(("page_bytes", "fits"), [(1536, True), (1024, False)])
-    def test_pools_are_whole_pages(self, page_bytes, fits):
-        tensors = _halves()  # 3072 bytes each
-        if fits:
-            _check(tensors, KEYS_FIRST, page_bytes=page_bytes)
-            return
+    def test_pools_are_whole_pages(self):
+        _check(_halves(), KEYS_FIRST, page_bytes=1536)  # 3072 bytes each
         with pytest.raises(RegistrationRefused, match="Expected multiples of 1024 bytes"):
-            _check(_halves(blocks=7), KEYS_FIRST, page_bytes=page_bytes)
+            _check(_halves(blocks=7), KEYS_FIRST, page_bytes=1024)
 
     @pytest.mark.parametrize(
         ("layout", "page", "expected"),
@@ -96,12 +86,6 @@ class TestVariables:
 
 
 class TestPools:
-    def test_of_unlike_sizes_are_refused_with_both(self):
-        tensors = _halves(layers=2) | {"layers.9": _halves(heads=1)["layers.0"]}
-
-        with pytest.raises(RegistrationRefused, match=r"3072 bytes at .*; 1536 bytes at .*: layer"):
-            _check(tensors, KEYS_FIRST)
-
     def test_of_one_size_with_unlike_blocks_are_refused_with_both(self):
         pool = torch.zeros(2 * BLOCKS * TOKENS * HEADS * CHANNELS)
         small = pool[: pool.numel() // 2].view(2, BLOCKS, TOKENS, HEADS // 2, CHANNELS)
@@ -120,37 +104,27 @@ class TestPools:
 
         _check(tensors, LATENT)
 
-    def _marked(self):
-        tensors = _halves()
-        for tensor in tensors.values():
-            tensor._kvcached_block_copy_view = tensor.view(torch.uint8).view(BLOCKS, -1)
-        return tensors
-
-    def test_that_kvcached_has_marked_are_its_own(self):
-        _check(self._marked(), KEYS_FIRST)
-
-    @pytest.mark.parametrize("marked", [slice(1, None), slice(-1)], ids=["before", "behind"])
-    def test_a_tensor_that_lies_elsewhere_than_its_mark_is_refused(self, marked):
-        tensors = self._marked()
-        mark = tensors["layers.1"]._kvcached_block_copy_view
-        tensors["layers.1"]._kvcached_block_copy_view = mark[marked]
-
-        with pytest.raises(RegistrationRefused, match=r"layers\.1 says that it lies in kvcached's"):
-            _check(tensors, KEYS_FIRST)
-
-
-class _Worker:
-    """FAKE: what pages are remembered for."""
-
 
 _FILLER = 77
 _ATTENTION = Group(frozenset({"layers.0"}), 0)
+_STATES = Group(frozenset({"state.0"}), 0, has_state=True)
 
 
 class TestPages:
     """FAKE driver: pages of 256 bytes, which hold one block of keys or of values."""
 
-    def _pages(self, monkeypatch, mapped):
+    @pytest.mark.parametrize(
+        ("mapped", "blocks", "group", "unmapped"),
+        [
+            # Keys of blocks 2 and 3, and their values 8 blocks behind.
+            ({2, 3, 10, 11}, [2, 3], _ATTENTION, None),
+            *(({2, 3, 10, 11} - {page}, [2, 3], _ATTENTION, page % 8) for page in (2, 3, 10, 11)),
+            ({2, 10}, [3], _STATES, 3),  # a block of recurrent state is attention's memory
+            ({2, 10}, [0, 2], _ATTENTION, None),  # what a window has left is not looked at
+            (None, [2, 3], _ATTENTION, None),  # without a driver nothing is looked for
+        ],
+    )
+    def test_a_block_without_one_is_named(self, monkeypatch, mapped, blocks, group, unmapped):
         tensors = _halves(layers=1, blocks=8)
         base = tensors["layers.0"].data_ptr()
 
@@ -158,56 +132,29 @@ class TestPages:
             page = (address - base) // 256
             return 1000 + page if page in mapped else _FILLER
 
-        monkeypatch.setattr(kvcached_pages, "driver", lambda: Driver(allocation_at, 64))
-        return kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
-
-    def _refuse(self, pages, blocks, group=_ATTENTION):
+        known = None if mapped is None else Driver(allocation_at, 64)
+        monkeypatch.setattr(mapped_pages, "driver", lambda: known)
+        pages = mapped_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
         order = ReadRequest(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
-        kvcached_pages.refuse_unmapped(pages, (group,), order, 1)
 
-    def test_blocks_with_pages_are_let_through(self, monkeypatch):
-        # Keys of blocks 2 and 3, and their values 8 blocks behind.
-        pages = self._pages(monkeypatch, {2, 3, 10, 11})
-
-        self._refuse(pages, [2, 3])
-
-    @pytest.mark.parametrize("unmapped", [2, 3, 10, 11])
-    def test_one_without_is_named(self, monkeypatch, unmapped):
-        pages = self._pages(monkeypatch, {2, 3, 10, 11} - {unmapped})
-
-        with pytest.raises(ReadRefused, match=rf"block {unmapped % 8} of layers\.0 is to be fill"):
-            self._refuse(pages, [2, 3])
-
-    def test_a_block_of_recurrent_state_is_attentions_memory(self, monkeypatch):
-        states = Group(frozenset({"state.0"}), 0, has_state=True)
-
-        with pytest.raises(ReadRefused, match=r"block 3 of layers\.0 is to be fill"):
-            self._refuse(self._pages(monkeypatch, {2, 10}), [3], states)
-
-    def test_what_a_window_has_left_is_not_looked_at(self, monkeypatch):
-        self._refuse(self._pages(monkeypatch, {2, 10}), [0, 2])
-
-    def test_without_a_driver_nothing_is_looked_for(self, monkeypatch):
-        monkeypatch.setattr(kvcached_pages, "driver", lambda: None)
-        tensors = _halves(layers=1)
-
-        pages = kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
-
-        self._refuse(pages, [2, 3])
+        refusal = nullcontext()
+        if unmapped is not None:
+            words = rf"block {unmapped} of layers\.0 is to be fill"
+            refusal = pytest.raises(ReadRefused, match=words)
+        with refusal:
+            mapped_pages.refuse_unmapped(pages, (group,), order, 1)
 
 
 class TestDriver:
-    def test_the_filler_is_what_is_mapped_twice_and_far_apart(self):
-        pages = [5, 5, 6, 9, 9, 9, 7, 8]
-        known = Driver(lambda address: pages[address // 10], 1)
-
-        assert filler_of(known, 0, 80) == 9
-
-    def test_neighbours_may_be_one_large_page(self):
-        pages = [5, 5, 6, 6, 7, 7, 8, None]
-        known = Driver(lambda address: pages[address // 10], 1)
-
-        assert filler_of(known, 0, 80) is None
+    @pytest.mark.parametrize(
+        ("pages", "filler"),
+        [
+            ([5, 5, 6, 9, 9, 9, 7, 8], 9),  # mapped twice and far apart
+            ([5, 5, 6, 6, 7, 7, 8, None], None),  # neighbours may be one large page
+        ],
+    )
+    def test_the_filler(self, pages, filler):
+        assert filler_of(Driver(lambda address: pages[address // 10], 1), 0, 80) == filler
 
     def test_where_none_is_loaded_there_is_none(self):
         assert driver() is None

@@ -10,12 +10,13 @@ import sys
 import types
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
 from kvpatch.core.ledger import Ledger, Site
-
-pytestmark = pytest.mark.patching
+from kvpatch.core.releases import FACTS
+from kvpatch.patches.kvcached_layout import PATCH
 
 MODULE = "kvpatch_connector_of_the_test"
 _STANDIN = """
@@ -136,3 +137,21 @@ def test_somebody_elses_replacement_is_not_taken_for_theirs(world):
 
     with pytest.raises(SiteDrifted, match="expected parameters"):
         Ledger().apply("p", {REGISTER: _ours}, supersede=True)
+
+
+# --- what the connector asks vLLM for ----------------------------------------------------------
+
+
+_ASKED = [facts for facts in FACTS.values() if PATCH.sites(facts)]
+
+
+@pytest.mark.parametrize("is_kvcacheds", [True, False])
+@pytest.mark.parametrize("facts", _ASKED, ids=lambda facts: facts.release)
+def test_the_connectors_wish_holds_where_vllm_makes_the_views(facts, is_kvcacheds, monkeypatch):
+    monkeypatch.setenv("ENABLE_KVCACHED", "true" if is_kvcacheds else "false")
+    (ask,) = PATCH.sites(facts).values()
+
+    found = ask(lambda config: "HND", None, None)
+
+    by_vllm = Version(facts.release) >= Version("0.29")
+    assert found == ("HND" if by_vllm or not is_kvcacheds else None)

@@ -16,8 +16,6 @@ import wrapt
 from kvpatch.core.errors import SiteDrifted
 from kvpatch.core.ledger import Ledger, Site, Step
 
-pytestmark = pytest.mark.patching
-
 MODULE = "kvpatch_ledger_target"
 
 

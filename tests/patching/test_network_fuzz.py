@@ -34,9 +34,8 @@ from kvpatch.peer.other_releases import (
 )
 from kvpatch.peer.statement import SideChannels, stated_blocks
 
+from .test_transfer_params import _OWN
 from .test_unlike_releases import HASHED, fields
-
-pytestmark = pytest.mark.patching
 
 HOST = "127.0.0.1"
 
@@ -138,26 +137,13 @@ def test_kvpatchs_own_texts_in_ps_answer(text: str) -> None:
     read_prompt({FIELD: text})
 
 
-_PARAMS: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "p",
-    "remote_request_id": "cmpl-1-0",
-    "remote_host": "10.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-    "remote_num_tokens": 48,
-}
-
-
 @_fuzzed
 @given(
-    st.dictionaries(st.sampled_from(sorted(_PARAMS)) | st.text(max_size=5), _VALUES, max_size=4),
+    st.dictionaries(st.sampled_from(sorted(_OWN)) | st.text(max_size=5), _VALUES, max_size=4),
     st.sampled_from([FACTS[releases[-1]] for releases in GENERATIONS.values()]),
 )
 def test_parameters_of_a_client(changes: dict[str, Any], facts: Any) -> None:
-    sent = _PARAMS | changes
+    sent = _OWN | changes
     limits = RequestLimits(max_model_len=1024)
     try:
         found = checked(sent, facts, limits)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.cross_layer_blocks import read_cross_layer_blocks
+from kvpatch.core.errors import PeerRefused, UnreadableGeometry
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES, read_cross_layer_blocks
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.peer.agent_metadata import packed_digest, places_digest
+from kvpatch.peer.agent_metadata import (
+    CrossLayerForm,
+    form_in,
+    packed_digest,
+    places_digest,
+    without_form,
+)
 from kvpatch.worker.registered_caches import tensor_facts
 from kvpatch.worker.release_worker import PACKED
 from kvpatch.worker.vllm_bugs import misread_states
 
 from .release_workers import worker_of
-
-pytestmark = pytest.mark.patching
 
 _BLOCKS, _TOKENS, _ROW = 6, 4, 256  # bfloat16 items
 
@@ -44,15 +48,6 @@ def _groups(second_start: int = 128, **changes: int):
     return pool, found
 
 
-def test_the_widest_group_fills_a_row_and_others_begin_where_it_does() -> None:
-    pool, groups = _groups()
-
-    row = read_cross_layer_blocks(groups)
-
-    assert (row.address, row.block_bytes, row.blocks) == (pool.data_ptr(), 2 * _ROW, _BLOCKS)
-    assert row.layers == ("a", "c") and row.axes == ("token", "head", "kv", "channel")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -69,8 +64,9 @@ def test_layers_elsewhere_are_refused(changes: dict[str, int]) -> None:
 
 
 def test_another_order_is_refused() -> None:
-    _, (narrow, wide) = _groups()
+    pool, (narrow, wide) = _groups()
 
+    assert read_cross_layer_blocks([narrow, wide]).address == pool.data_ptr()
     with pytest.raises(UnreadableGeometry, match="expected"):
         read_cross_layer_blocks([narrow, dict(reversed(wide.items()))])
 
@@ -146,3 +142,37 @@ def test_pages_one_behind_the_other_are_not_misread() -> None:
     assert not _is_misread(_caches("0.state", row_bytes=_PAGE))
     assert not _is_misread(_caches("0.state"), "LBHNC")
     assert not _is_misread(_caches("0.state"), is_linear=True)
+
+
+# --- what a handshake says of cross-layer blocks -----------------------------------------------
+
+
+_PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
+
+
+@pytest.mark.parametrize("axes", LAYER_AXES)
+@pytest.mark.parametrize("places", ["", places_digest(_PLACES)])
+def test_is_read_as_it_was_written(axes, places):
+    form = CrossLayerForm(16, 2, axes, places)
+
+    assert form_in(None, f"FLASH_ATTN {form}") == form
+    assert without_form(f"FLASH_ATTN {form}") == "FLASH_ATTN"
+
+
+def test_layers_that_are_alone_are_not_told():
+    assert places_digest((("layers.0",), ("layers.1",))) == ""
+    assert str(CrossLayerForm(16, 1, LAYER_AXES[0])).count(":") == 2
+
+
+def test_other_layers_side_by_side_are_told_apart():
+    swapped = (("layers.1", "layers.0"), _PLACES[1])
+    other = (("layers.0", "layers.2"), ("layers.1", "layers.3"))
+
+    assert places_digest(swapped) == places_digest(_PLACES)  # one place, in whichever order
+    assert places_digest(other) != places_digest(_PLACES)
+    assert places_digest(_PLACES[::-1]) != places_digest(_PLACES)
+
+
+def test_unknown_axes_are_refused():
+    with pytest.raises(PeerRefused, match="expected one of"):
+        form_in("kvpatch_rows:1x16:NNNN")

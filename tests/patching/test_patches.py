@@ -17,7 +17,6 @@ from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.kvcached.pools import common_blocks
 from kvpatch.load.shown_tensors import (
     arrangement,
-    first_layers,
     has_cross_layer_blocks,
     is_split_inside,
 )
@@ -27,8 +26,6 @@ from kvpatch.worker.registered_caches import is_as_planned, read_layers
 from kvpatch.worker.release_worker import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, ReleaseWorker
 
 from .release_workers import reading
-
-pytestmark = pytest.mark.patching
 
 BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 BLOCK = TOKENS * HEADS * CHANNELS
@@ -42,8 +39,8 @@ def _keys_first(blocks=BLOCKS):
     return torch.zeros(2, blocks, TOKENS, HEADS, CHANNELS)
 
 
-def _blocks_first(blocks=BLOCKS):
-    return torch.zeros(blocks, 2, TOKENS, HEADS, CHANNELS)
+def _blocks_first():
+    return torch.zeros(BLOCKS, 2, TOKENS, HEADS, CHANNELS)
 
 
 def _split_half(slack_blocks=0):
@@ -107,17 +104,20 @@ class TestRows:
             tensors, _read(tensors, BLOCKS_FIRST), places_of(groups or (tensors,))
         )
 
-    def test_a_tensor_of_another_pool_is_refused(self):
-        tensors = {"layers.0": self._pool()[:, 0], "layers.1": self._pool()[:, 1]}
+    @pytest.mark.parametrize(
+        ("pool", "place", "words"),
+        [
+            (1, 1, "2 allocations: expected kvcached's"),
+            (0, 2, r"KVCACHED_CONTIGUOUS_LAYOUT=false"),  # a gap
+            (0, 0, "expected it in one of"),  # both layers over one place
+        ],
+    )
+    def test_a_second_layer_elsewhere_is_refused(self, pool, place, words):
+        pools = self._pool(), self._pool()
+        tensors = {"layers.0": pools[0][:, 0], "layers.1": pools[pool][:, place]}
 
-        with pytest.raises(RegistrationRefused, match="2 allocations: expected kvcached's"):
+        with pytest.raises(RegistrationRefused, match=words):
             self._row(tensors)
-
-    def test_a_row_with_a_gap_is_refused(self):
-        pool = self._pool(3)
-
-        with pytest.raises(RegistrationRefused, match=r"KVCACHED_CONTIGUOUS_LAYOUT=false"):
-            self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 2]})
 
     def test_layers_in_another_order_are_refused(self):
         """A peer knows where a layer lies by its number alone."""
@@ -127,12 +127,6 @@ class TestRows:
         assert self._row(dict(zip(names, pool.unbind(1), strict=True))).layers == tuple(names)
         with pytest.raises(RegistrationRefused, match=r"layers\.2.: expected it in one of"):
             self._row(dict(zip(sorted(names), pool.unbind(1), strict=True)))
-
-    def test_two_layers_over_one_place_are_refused(self):
-        pool = self._pool()
-
-        with pytest.raises(RegistrationRefused, match="expected it in one of"):
-            self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 0]})
 
     def test_layers_of_two_groups_elsewhere_are_refused(self):
         pool = self._pool(2)
@@ -192,23 +186,13 @@ class TestRows:
 
 
 class TestBlockCount:
-    def test_is_the_tensors(self):
-        caches = _read({"a": _keys_first(7), "b": _keys_first(7)}, KEYS_FIRST)
-
-        assert common_blocks(caches, 1) == 7
-
-    def test_logical_blocks_are_counted_where_kernel_blocks_are_smaller(self):
-        assert common_blocks(_read({"a": _keys_first(8)}, KEYS_FIRST), 4) == 2
-
-    def test_tensors_that_disagree_are_refused_with_each_count(self):
-        caches = _read({"a": _keys_first(7), "b": _keys_first(9)}, KEYS_FIRST)
-
-        with pytest.raises(RegistrationRefused, match="a: 7, b: 9"):
-            common_blocks(caches, 1)
-
-    def test_half_a_logical_block_is_refused(self):
-        with pytest.raises(RegistrationRefused, match="a multiple of 4"):
-            common_blocks(_read({"a": _keys_first(7)}, KEYS_FIRST), 4)
+    @pytest.mark.parametrize(
+        ("counts", "ratio", "words"), [((7, 9), 1, "a: 7, b: 9"), ((7,), 4, "a multiple of 4")]
+    )
+    def test_tensors_that_disagree_or_end_in_a_block_are_refused(self, counts, ratio, words):
+        names = dict(zip("ab", map(_keys_first, counts), strict=False))
+        with pytest.raises(RegistrationRefused, match=words):
+            common_blocks(_read(names, KEYS_FIRST), ratio)
 
     @pytest.mark.parametrize(
         ("counts", "planned", "ratio", "expected"),
@@ -225,12 +209,11 @@ class TestBlockCount:
         assert is_as_planned(_read(names, KEYS_FIRST), planned, ratio) is expected
 
     def test_only_this_workers_plan_is_changed(self):
-        def worker():
-            return SimpleNamespace(
-                num_blocks=8, _logical_num_blocks=4, _physical_blocks_per_logical_kv_block=2
-            )
+        plan = {"num_blocks": 8, "_logical_num_blocks": 4}
+        one, two = (
+            SimpleNamespace(**plan, _physical_blocks_per_logical_kv_block=2) for _ in range(2)
+        )
 
-        one, two = worker(), worker()
         ReleaseWorker(one, FACTS["0.18.0"]).set_blocks(100)
 
         assert (one.num_blocks, one._logical_num_blocks) == (200, 100)
@@ -255,24 +238,14 @@ class TestBadInput:
         assert "model.layers.3.attn" in message
         assert str(tuple(tensor.shape)) in message and str(tuple(tensor.stride())) in message
 
-    def test_a_missing_layer_is_named(self):
-        with pytest.raises(UnexpectedCaches, match=r"no KV cache for b, c:"):
-            read_layers(reading(KEYS_FIRST, "abc"), {"a": _keys_first()})
-
-    def test_a_missing_layer_is_counted_where_the_release_has_no_names(self):
-        with pytest.raises(UnexpectedCaches, match="1 layers .* the model has 2"):
-            read_layers(reading(KEYS_FIRST, 2), {"a": _keys_first()})
-
-    def test_nothing_at_all_is_refused(self):
-        with pytest.raises(UnexpectedCaches, match="no layer's KV cache"):
-            read_layers(reading(KEYS_FIRST, "abc"), {})
-
-
-def test_layers_that_share_a_tensor_are_registered_once():
-    tensors = [_keys_first() for _ in range(5)]
-    kv_caches = {f"layer.{i}": tensors[i % 5] for i in range(34)}
-
-    owners = first_layers(kv_caches)
-
-    assert list(owners) == [f"layer.{i}" for i in range(5)]
-    assert [t.data_ptr() for t in owners.values()] == [t.data_ptr() for t in tensors]
+    @pytest.mark.parametrize(
+        ("layers", "tensors", "words"),
+        [
+            ("abc", "a", "no KV cache for b, c:"),
+            (2, "a", "1 layers .* the model has 2"),  # the release has no names
+            ("abc", "", "no layer's KV cache"),
+        ],
+    )
+    def test_a_missing_layer_is_refused(self, layers, tensors, words):
+        with pytest.raises(UnexpectedCaches, match=words):
+            read_layers(reading(KEYS_FIRST, layers), {name: _keys_first() for name in tensors})

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from kvpatch.load.prompt_hashes import FIELD, StatedPrompt, lacks_images, read_prompt, state_prompt
 
-pytestmark = pytest.mark.patching
-
 _LONG = 32_000
 _LONGEST_TEXT = 700
 

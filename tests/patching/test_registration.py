@@ -17,8 +17,6 @@ from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import load
 from kvpatch.worker.state import worker_state
 
-pytestmark = pytest.mark.patching
-
 MODULE = "kvpatch_registering_target"
 SITE = Site(MODULE, "Worker", "register_kv_caches", "function", ("self", "kv_caches"))
 TENSORS, BUFFERED = {"a": "the device's"}, {"a": "the buffer's"}

@@ -33,13 +33,10 @@ from kvpatch.worker.local_geometry import (
     units_of,
 )
 from kvpatch.worker.registered_caches import read_layers
-from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
+from kvpatch.worker.release_worker import PACKED
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
-from ..geometry.planned import plan_runs
 from .release_workers import reading, worker_of
-
-pytestmark = pytest.mark.patching
 
 HEADS, CHANNELS, ITEM = 4, 8, 4
 NEWEST = FACTS["0.33.0"]
@@ -48,11 +45,11 @@ _COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 
 TOKEN = HEADS * 2 * CHANNELS * ITEM
 
 
-def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
+def ours_of(block_tokens=16, layout="LBHNC", tp_size=1, names="ab"):
     heads = HEADS // tp_size
-    tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in names}
+    tensors = {n: torch.zeros(10, heads, block_tokens, 2 * CHANNELS) for n in names}
     layers = read_layers(reading(PACKED, len(names)), tensors)
-    return tensors, LocalGeometry(
+    return LocalGeometry(
         layers=layers,
         addresses=tuple(t.data_ptr() for t in tensors.values()),
         block_bytes=(block_tokens * TOKEN // tp_size,) * len(names),
@@ -66,30 +63,14 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         memory=Memory("DRAM"),
         backend="FLASH_ATTN",
         key_order=KeyOrder.ROW_MAJOR,
-        facts=FACTS["0.33.0"],
+        facts=NEWEST,
         units=units_of(layers),
         cross_layer_groups=(tuple(names),),
     )
 
 
-@pytest.mark.parametrize("stated", ["HND", "NHD"])
-def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
-    """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
-    tensors = {name: torch.zeros(10, 16, 2 * HEADS, CHANNELS) for name in "ab"}
-    _, ours = ours_of(layout="HND")
-    ours = replace(
-        ours,
-        layers=read_layers(reading(INTERLEAVED_HEADS, 2, "0.13.0"), tensors),
-        addresses=tuple(t.data_ptr() for t in tensors.values()),
-        units=None,
-    )
-
-    keys, values = peer_regions(ours, _stated(kv_cache_layout=stated))[0]
-
-    row = CHANNELS * ITEM
-    for plane in (keys, values):
-        assert (plane.strides_bytes.token, plane.strides_bytes.head) == (TOKEN, 2 * row)
-    assert (keys.address, values.address - keys.address) == (1 << 20, row)
+def planes_of(geometry):
+    return [plane for layer in geometry.layers.values() for plane in layer.planes]
 
 
 def _metadata(block_tokens=64, blocks=6, **changes):
@@ -161,10 +142,9 @@ def test_a_statement_of_no_meaning_is_refused(changes):
 
 
 def test_a_refusal_has_both_geometries_and_what_helps():
-    _, ours = ours_of()
-    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
-    peer = _stated(block_lens=[4096, 4096], block_strides=[4096, 4096])
-    refused = decide(LocalCache(ours, planes), peer, NEWEST)
+    ours, lengths = ours_of(), [4096, 4096]
+    peer = _stated(block_lens=lengths, block_strides=lengths)
+    refused = decide(LocalCache(ours, planes_of(ours)), peer, NEWEST)
 
     assert isinstance(refused, PeerRefused)
     message = str(refused)
@@ -172,9 +152,9 @@ def test_a_refusal_has_both_geometries_and_what_helps():
     assert "4096" in message and "--kv-cache-dtype" in message
 
 
-def regions_of(layout, blocks=6, block_tokens=64, heads=HEADS, layers=2, start=1 << 20):
+def regions_of(layout, block_tokens=64, heads=HEADS, layers=2):
     """What a stock worker states of a cache in one buffer, by the rules of the release."""
-    page = block_tokens * heads * 2 * CHANNELS * ITEM
+    page, blocks, start = block_tokens * heads * 2 * CHANNELS * ITEM, 6, 1 << 20
     if layout in ("LBHNC", "LBNHC"):
         places = [(start + i * blocks * page, page, page) for i in range(layers)]
     elif layout == "LHBNC":
@@ -212,7 +192,6 @@ class TestNamedLayouts:
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
     @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (2, 4)])
     def test_every_head_is_where_the_layout_puts_it(self, layout, rank, size):
-        _, ours = ours_of(names="abc")
         heads = HEADS // size
         regions = regions_of(layout, heads=heads, layers=3)
         peer = _stated(rank, size, **regions)
@@ -221,38 +200,39 @@ class TestNamedLayouts:
             sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
         )
 
-        found = [plane for region in peer_regions(ours, peer) for plane in region]
+        found = [plane for region in peer_regions(ours_of(names="abc"), peer) for plane in region]
 
         assert _rows(found) == _rows(expected)
 
     @pytest.mark.parametrize("layout", ["LHBNC", "BLHNC"])
     def test_names_tell_the_order_of_the_regions(self, layout):
-        _, ours = ours_of()
         regions = regions_of(layout)
         count = len(regions["kv_caches_base_addr"]) // 2
         swapped = _stated(**regions, region_names=["b"] * count + ["a"] * count)
         unnamed = _stated(**regions)
 
         def start(peer, layer):
-            planes = [p for region in peer_regions(ours, peer) for p in region]
+            planes = [p for region in peer_regions(ours_of(), peer) for p in region]
             return min(p.address for p in planes if p.layer == layer)
 
         assert start(swapped, "b") == start(unnamed, "a")
         assert start(swapped, "a") == start(unnamed, "b")
 
     @pytest.mark.parametrize(
-        "names", [["a", "c"], ["a", "a"], ["a"], ["a", "b", "a"], []], ids=",".join
+        ("layout", "names", "words"),
+        [
+            ("", ["a", "c"], "regions are named"),
+            ("", ["a", "a"], "has two regions"),
+            ("", ["a"], "names for 2"),
+            ("", ["a", "b", "a"], "names for 2"),
+            ("", [], "names for 2"),
+            ("LHBNC", ["a"] * 3 + ["b"] * 5, "one model"),  # a region of two layers
+        ],
     )
-    def test_names_that_are_not_our_layers(self, names):
-        _, ours = ours_of()
-        with pytest.raises(PeerRefused, match="regions are named|has two regions|names for 2"):
-            peer_regions(ours, _stated(region_names=names))
-
-    def test_a_region_of_two_layers(self):
-        _, ours = ours_of()
-        regions = regions_of("LHBNC")
-        with pytest.raises(PeerRefused, match="one model"):
-            peer_regions(ours, _stated(**regions, region_names=["a"] * 3 + ["b"] * 5))
+    def test_names_that_are_not_our_layers(self, layout, names, words):
+        regions = regions_of(layout) if layout else {}
+        with pytest.raises(PeerRefused, match=words):
+            peer_regions(ours_of(), _stated(**regions, region_names=names))
 
     @pytest.mark.parametrize(
         ("stated", "regions"),
@@ -265,34 +245,27 @@ class TestNamedLayouts:
         ],
     )
     def test_regions_of_another_layout_are_refused(self, stated, regions):
-        _, ours = ours_of()
         found = {**regions_of(regions), "kv_cache_layout": stated}
         with pytest.raises(PeerRefused, match=f"layout {stated}"):
-            peer_regions(ours, _stated(**found))
+            peer_regions(ours_of(), _stated(**found))
 
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
     @pytest.mark.parametrize("change", [ITEM, -ITEM])
     def test_blocks_of_other_lengths_are_refused(self, layout, change):
-        _, ours = ours_of()
         regions = regions_of(layout)
         regions["block_lens"][-1] += change  # padding, or a narrower cache
         regions["block_strides"][-1] += ITEM
         with pytest.raises(PeerRefused, match="--kv-cache-dtype"):
-            peer_regions(ours, _stated(**regions))
-
-    @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
-    def test_rows_of_an_unknown_order_are_refused(self, layout):
-        _, ours = ours_of()
-        with pytest.raises(PeerRefused, match="whose order is not known"):
-            peer_regions(replace(ours, cross_layer_groups=None), _stated(**regions_of(layout)))
+            peer_regions(ours_of(), _stated(**regions))
 
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
-        _, ours = ours_of()
-        peer = _stated(**regions_of(layout))
+        ours, peer = ours_of(), _stated(**regions_of(layout))
         turned = peer_regions(replace(ours, cross_layer_groups=(("b", "a"),)), peer)
         first = min((p for region in turned for p in region), key=lambda plane: plane.address)
         assert first.layer == "b"
+        with pytest.raises(PeerRefused, match="whose order is not known"):
+            peer_regions(replace(ours, cross_layer_groups=None), peer)
 
     @pytest.mark.parametrize(
         ("layout", "plan", "groups", "expected"),
@@ -319,7 +292,7 @@ class TestNamedLayouts:
         assert cross_layer_groups_of(worker, layers, layout) == rows
 
     def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
-        _, ours = ours_of()
+        ours = ours_of()
         regions = regions_of("BLNHC")
         page = regions["block_lens"][0] // 2
         told = {"a": (0, page), "b": (page, page)}
@@ -335,14 +308,14 @@ class TestNamedLayouts:
 
     def test_heads_outside_blocks_are_no_pieces_of_a_block(self):
         for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
-            _, ours = ours_of(layout=layout, tp_size=2)
+            ours = ours_of(layout=layout, tp_size=2)
             peer = _stated(block_tokens=16, kv_cache_layout=layout)
             assert is_compatible(ours, peer) is alike, layout
 
     @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
     def test_mla_has_no_heads_to_be_unlike(self, stated):
         """So that the release reads it, a P with decode context parallelism too."""
-        _, ours = ours_of(layout="LBNHC")
+        ours = ours_of(layout="LBNHC")
         latents = {
             name: replace(
                 cache, planes=tuple(replace(p, content=Content.LATENT) for p in cache.planes[:1])
@@ -360,7 +333,7 @@ class TestNamedLayouts:
         peer = _stated(**regions)
         own = {"region_names": ["x"] * count, "packed_member_layouts": {"x": (0, 1)}}
         metadata = _metadata(**regions, region_names=["a"], packed_member_layouts={})
-        alike = _view(metadata, peer, ours_of()[1], (4096,) * count, own)
+        alike = _view(metadata, peer, ours_of(), (4096,) * count, own)
 
         start, end = 1 << 20, (1 << 20) + 2 * 6 * 64 * TOKEN
         assert len(alike.kv_caches_base_addr) == len(alike.block_lens) == count
@@ -372,14 +345,14 @@ class TestNamedLayouts:
         """A head's region of the peer's is smaller than a row of ours."""
         peer = _stated(**regions_of("LHBNC"))
         row = 3 * peer.blocks * peer.block_bytes[0]
-        alike = _view(_metadata(), peer, ours_of()[1], (row,))
+        alike = _view(_metadata(), peer, ours_of(), (row,))
         assert alike.num_blocks == 2
         with pytest.raises(PeerRefused, match="more KV cache"):
-            _view(_metadata(), peer, ours_of()[1], (3 * row,))
+            _view(_metadata(), peer, ours_of(), (3 * row,))
 
 
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
-    _, ours = ours_of(block_tokens=48)
+    ours = ours_of(block_tokens=48)
     peer = _stated(block_tokens=64, blocks=7)
     alike = _view(_metadata(blocks=7), peer, ours, block_bytes_as_ours(ours, peer))
 
@@ -410,15 +383,13 @@ def _to_0110(ours, **changes):
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
-    _, ours = ours_of()
-    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
-        _to_0110(ours, block_lens=[16 * TOKEN, 16 * TOKEN + 4])
-    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
-        _to_0110(ours, block_lens=[16 * TOKEN, 32 * TOKEN])
+    for lengths in ([16 * TOKEN, 16 * TOKEN + 4], [16 * TOKEN, 32 * TOKEN]):
+        with pytest.raises(PeerRefused, match="no whole number of our tokens"):
+            _to_0110(ours_of(), block_lens=lengths)
 
 
 def test_an_unstated_layout_is_open_where_there_are_heads_and_tokens():
-    _, ours = ours_of()
+    ours = ours_of()
     peer = _to_0110(ours, kv_cache_layout=None).peer
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
 
@@ -437,7 +408,7 @@ def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_block
     blocks, own, expected
 ):
     """An odd number of kernel blocks is cut in one way; else they are taken for as many as ours."""
-    _, ours = ours_of(block_tokens=64)
+    ours = ours_of(block_tokens=64)
     sizes = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
     cut = replace(ours, kernel_sizes=sizes, kernel_blocks_per_block=own)
     stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
@@ -448,7 +419,7 @@ def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_block
 
 
 def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
-    _, ours = ours_of(block_tokens=64)
+    ours = ours_of(block_tokens=64)
     cut = replace(ours, kernel_sizes=KernelBlockSizes(((16, 32, 64),), ((),)))
     stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
@@ -459,38 +430,24 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
         _completed(cut, stated)
 
 
-class TestRequests:
-    """Blocks that do not hold the tokens, or lie outside the peer, are refused."""
+@pytest.mark.parametrize(
+    ("tokens", "held", "local", "remote", "refusal", "words"),
+    [
+        (100, 100, range(7), (3, 6), ReadRefused, "which has 6"),
+        (100, 100, range(7), (3, 1000), ReadRefused, "which has 6"),
+        (16, 16, (1, 2), (3,), UnexpectedRead, "no more than it fills"),
+        (100, 100, range(7), (3,), UnlikePrompts, "for 64 tokens, and the prompt has 100: pass on"),
+        (101, 100, range(7), (3, 1), ReadRefused, "same prompt"),
+    ],
+)
+def test_blocks_that_do_not_hold_the_tokens(tokens, held, local, remote, refusal, words):
+    ours, peer = ours_of(), _stated()
+    overlaps = overlaps_of(peer_regions(ours, peer), planes_of(ours))
+    request = ReadRequest(tokens, held, (tuple(local),), (remote,))
+    groups = (Group(frozenset("ab"), window_tokens=0),)
 
-    @pytest.fixture
-    def ours(self):
-        return ours_of()[1]
-
-    def _plan(self, ours, tokens, local, remote, held=None):
-        statement = _stated()
-        planes = [plane for layer in ours.layers.values() for plane in layer.planes]
-        overlaps = overlaps_of(peer_regions(ours, statement), planes)
-        order = ReadRequest(tokens, held or tokens, (local,), (remote,))
-        groups = (Group(frozenset("ab"), window_tokens=0),)
-        shares = shares_of(ours, groups, statement, overlaps, order)
-        return plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)
-
-    @pytest.mark.parametrize("remote", [(3, 6), (3, 1000)])
-    def test_a_block_that_the_peer_does_not_have(self, ours, remote):
-        with pytest.raises(ReadRefused, match="which has 6"):
-            self._plan(ours, 100, tuple(range(7)), remote)
-
-    def test_more_blocks_than_the_prompt_fills(self, ours):
-        with pytest.raises(UnexpectedRead, match="no more than it fills"):
-            self._plan(ours, 16, (1, 2), (3,))
-
-    def test_fewer_blocks_of_the_peer_than_the_prompt_fills(self, ours):
-        with pytest.raises(UnlikePrompts, match="for 64 tokens, and the prompt has 100: pass on"):
-            self._plan(ours, 100, tuple(range(7)), (3,))
-
-    def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
-        with pytest.raises(ReadRefused, match="same prompt"):
-            self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)
+    with pytest.raises(refusal, match=words):
+        list(shares_of(ours, groups, peer, overlaps, request))
 
 
 @pytest.mark.parametrize(
@@ -507,12 +464,11 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
     speculation = None if method is None else SimpleNamespace(method=method)
     config = SimpleNamespace(speculative_config=speculation)
     groups = [Group(frozenset("ab"), window) for window in windows]
-    _, ours = ours_of()
+    ours = ours_of()
     hides_ends = hides_ends_of_lists(
         config, groups, layers_differ_in_shape=ours.layers_differ_in_shape
     )
-    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
-    local = LocalCache(ours, planes, hides_ends=hides_ends)
+    local = LocalCache(ours, planes_of(ours), hides_ends=hides_ends)
     found = decide(local, _stated(), FACTS["0.20.1"])
     if not refused:
         assert isinstance(found, Read)

@@ -52,13 +52,9 @@ class _Worker:
         results()
 
 
-@pytest.fixture
-def worker() -> _Worker:
-    return _Worker()
-
-
-def test_a_peer_that_is_met_while_loads_are_looked_at_leaves_them_as_they_are(worker):
+def test_a_peer_that_is_met_while_loads_are_looked_at_leaves_them_as_they_are():
     """The flag goes up between our look and the release's: nothing of that peer can have come."""
+    worker = _Worker()
     worker.load("a", LIKE, [1, 2])
     worker.look(meanwhile=lambda: worker.meet(OTHER, "FLASH_ATTN"))
     assert worker.reordered == []
@@ -68,7 +64,8 @@ def test_a_peer_that_is_met_while_loads_are_looked_at_leaves_them_as_they_are(wo
     assert worker.reordered == [[3]]
 
 
-def test_a_load_of_nobody_knows_whom_is_refused(worker):
+def test_a_load_of_nobody_knows_whom_is_refused():
+    worker = _Worker()
     worker.meet(OTHER, "FLASH_ATTN")
     worker.look()
     with pytest.raises(ReadRefused, match="was not on its way"):

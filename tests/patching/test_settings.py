@@ -9,8 +9,6 @@ from kvpatch.core import settings
 from kvpatch.core.errors import SettingsError
 from kvpatch.tools.cli import app
 
-pytestmark = pytest.mark.patching
-
 SIZES = {"KVPATCH_HOST_BUFFER_BYTES": settings.host_buffer_bytes}
 SIZES["KVPATCH_STAGING_BYTES"] = settings.staging_bytes
 CHOICES = {

@@ -19,7 +19,7 @@ _SUMMARY, _HEADS, _RING = 20, 100, 10
 _OVERLAY = "copies a rank's share of one over another"
 
 
-def _rows(attention_layers: int, heads: int = 2) -> SharedRows:
+def _rows(attention_layers: int) -> SharedRows:
     """A group's summaries and then its heads, one's delta nets as long as heads, and a ring's."""
     starts = [_SUMMARY * n for n in range(attention_layers)]
     end = _SUMMARY * attention_layers
@@ -34,7 +34,7 @@ def _rows(attention_layers: int, heads: int = 2) -> SharedRows:
     sizes |= dict.fromkeys(of_heads, _HEADS) | dict.fromkeys(starts, _SUMMARY)
     regions = regions_of(list(sizes), list(sizes.values()))
     whole = tuple(region.offset in starts for region in regions)
-    return SharedRows(regions, whole, pages, heads)
+    return SharedRows(regions, whole, pages, heads=2)
 
 
 def _decided(rows: SharedRows, ranks: tuple[int, int], regions: tuple[Region, ...] = ()) -> str:

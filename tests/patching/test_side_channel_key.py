@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -21,8 +22,6 @@ from kvpatch.patches.side_channel_key import PATCH
 from kvpatch.peer import side_channel_key
 from kvpatch.peer.side_channel_key import side_channel_socket
 from tests.strangers import FIRST_BYTES, sent_of_a_large_frame
-
-pytestmark = pytest.mark.patching
 
 _MOST = 2**27
 #: However slow the machine is.
@@ -39,33 +38,26 @@ def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-class Listener:
-    """P's listener under the key: answers each question, and keeps what it was asked."""
+@contextmanager
+def _listening() -> Iterator[int]:
+    """P's listener under the key, at a port, answers each question."""
+    ends, ports = threading.Event(), Queue[int]()
 
-    def __init__(self) -> None:
-        self.asked: list[bytes] = []
-        self.port = 0
-        self._ends, self._binds = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self) -> Listener:
-        self._thread.start()
-        assert self._binds.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
+    def _serve() -> None:
         with side_channel_socket(zmq.ROUTER, "tcp://127.0.0.1:0") as listening:
-            self.port = int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":")[-1])
-            self._binds.set()
-            while not self._ends.is_set():
+            ports.put(int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":")[-1]))
+            while not ends.is_set():
                 if listening.poll(20):
-                    who, _, question = listening.recv_multipart()
-                    self.asked.append(question)
+                    who, *_ = listening.recv_multipart()
                     listening.send_multipart((who, b"", b"answer"))
+
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    try:
+        yield ports.get(timeout=60)
+    finally:
+        ends.set()
+        thread.join()
 
 
 def asked(port: int) -> bytes:
@@ -83,17 +75,17 @@ def test_no_memory_grows_by_a_strangers_frame(
     """The control takes in all that is sent, before it knows whether the peer has the key."""
     if not bounded:
         monkeypatch.setattr(side_channel_key, "_QUESTION_BYTES", -1)
-    with Listener() as listener:
-        sent = sent_of_a_large_frame(listener.port, _MOST)
+    with _listening() as port:
+        sent = sent_of_a_large_frame(port, _MOST)
 
         assert (sent < _MOST) is bounded
-        assert not bounded or asked(listener.port) == b"answer"
+        assert not bounded or asked(port) == b"answer"
 
 
 def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel_key, "_HANDSHAKE_MS", 100)
-    with Listener() as listener:
-        silent = [socket.create_connection(("127.0.0.1", listener.port), 60) for _ in range(200)]
+    with _listening() as port:
+        silent = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(200)]
         for one in silent:
             with one:
                 while one.recv(100):
@@ -108,8 +100,8 @@ def test_who_looks_at_keys_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(side_channel_key, "_same_key_alone", _nobody)
-    with Listener() as listener, pytest.raises(PeerRefused, match="does not have this engine's"):
-        asked(listener.port)
+    with _listening() as port, pytest.raises(PeerRefused, match="does not have this engine's"):
+        asked(port)
 
 
 @contextmanager
@@ -139,27 +131,27 @@ def _impostor(first: bytes) -> Iterator[int]:
     thread.join(60)
 
 
-@pytest.mark.parametrize("name", [n for n in FIRST_BYTES if n not in ("ZMTP 1.0", "noise")])
-def test_d_refuses_an_impostor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
-    reasons = "does not have this engine's side channel key|nobody answers at"
-    with _impostor(FIRST_BYTES[name]) as port, pytest.raises(PeerRefused, match=reasons):
-        asked(port)
+_OTHERS = [FIRST_BYTES[name] for name in FIRST_BYTES if name not in ("ZMTP 1.0", "noise")]
 
 
-def test_d_refuses_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [*_OTHERS, b""])
+def test_d_refuses_an_impostor(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+    """And who is silent."""
     monkeypatch.setattr(side_channel_key, "ANSWER_MS", 300)
-    with _impostor(b"") as port, pytest.raises(PeerRefused, match="nobody answers at"):
+    reasons = "nobody answers at"
+    if first:
+        reasons = f"does not have this engine's side channel key|{reasons}"
+    with _impostor(first) as port, pytest.raises(PeerRefused, match=reasons):
         asked(port)
 
 
 def test_a_rotated_key_is_another_one_until_p_starts_anew(key: Path) -> None:
-    with Listener() as listener:
+    with _listening() as port:
         key.write_text(f"{zmq.curve_keypair()[1].decode()}\r\n")
         with pytest.raises(PeerRefused, match="does not have this engine's side channel key"):
-            asked(listener.port)
-    with Listener() as listener:
-        assert asked(listener.port) == b"answer"
+            asked(port)
+    with _listening() as port:
+        assert asked(port) == b"answer"
 
 
 def test_a_pyzmq_without_curve_is_named_when_the_patch_is_applied(

@@ -17,7 +17,7 @@ from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.reader import Reader
 from kvpatch.load.smaller_blocks import Blocks, mend_pairing, remote_slice, why_misread
-from kvpatch.peer.decision import Decision, decide
+from kvpatch.peer.decision import decide
 from kvpatch.peer.unread_caches import UnreadCache
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.state import worker_state
@@ -72,17 +72,20 @@ def test_what_is_left_is_paired_by_token(
     assert begins + count * theirs.kernel_tokens >= tokens
 
 
-def test_a_list_that_need_not_change_does_not() -> None:
-    local, remote = _listed(3, 0, Blocks(64, 1)), _listed(5, 0, Blocks(32, 1))
-    found = remote_slice(local, remote, from_front=False)
-    assert found == (0, 5)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ((3, 0, 64), (5, 0, 32), (0, 5)),  # a list that need not change
+        ((1, 0, 96), (3, 64, 64), None),  # blocks that do not meet
+        ((1, 96, 96), (3, 0, 64), None),
+    ],
+)
+def test_lists(
+    ours: tuple[int, int, int], theirs: tuple[int, int, int], expected: tuple[int, int] | None
+) -> None:
+    local, remote = (_listed(n, first, Blocks(size, 1)) for n, first, size in (ours, theirs))
 
-
-@pytest.mark.parametrize(("first", "remote_first"), [(0, 64), (96, 0)])
-def test_blocks_that_do_not_meet(first: int, remote_first: int) -> None:
-    local = _listed(1, first, Blocks(96, 1))
-    remote = _listed(3, remote_first, Blocks(64, 1))
-    assert remote_slice(local, remote, from_front=False) is None
+    assert remote_slice(local, remote, from_front=False) == expected
 
 
 # --- a request ------------------------------------------------------------------
@@ -136,16 +139,19 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
     return found
 
 
-def test_without_a_token_count_a_hit_may_be_anywhere() -> None:
-    meta = _meta([1], [10, 11], None)  # 97 to 192 tokens, in blocks of 64 two or three
-    with pytest.raises(ReadRefused, match="ENABLE_KVPATCH"):
-        mend_pairing(_worker(), meta, _ATTENTION, (Blocks(64, 1), Blocks(48, 2)))
-
-
-def test_context_parallelism_pairs_one_to_one() -> None:
-    meta = _meta([1], [10, 11], 60)
-    with pytest.raises(ReadRefused, match="context parallelism"):
-        mend_pairing(_worker(dcp_size=2), meta, _ATTENTION, (Blocks(64, 1), Blocks(32, 1)))
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "theirs", "words"),
+    [
+        # A hit may be anywhere: 97 to 192 tokens, in blocks of 64 two or three.
+        (None, 1, Blocks(48, 2), "ENABLE_KVPATCH"),
+        (60, 2, Blocks(32, 1), "context parallelism"),  # which pairs one to one
+    ],
+)
+def test_what_cannot_be_paired(tokens: int | None, ranks: int, theirs: Blocks, words: str) -> None:
+    with pytest.raises(ReadRefused, match=words):
+        mend_pairing(
+            _worker(ranks), _meta([1], [10, 11], tokens), _ATTENTION, (Blocks(64, 1), theirs)
+        )
 
 
 def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
@@ -236,20 +242,15 @@ def test_a_part_of_unlike_regions(
 
 
 def test_keys_by_column_are_never_read_as_rows() -> None:
-    decided = _decided(_worker(), KeyOrder.COLUMN_MAJOR, 16, "0.20.1")
-
-    assert isinstance(decided, PeerRefused) and "by column" in decided.reason
-
-
-def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:
-    """Of a peer of so many tokens to a block, by a worker that does not read itself."""
     asked: Any = SimpleNamespace(
-        worker=worker,
-        facts=FACTS[release],
+        worker=_worker(),
+        facts=FACTS["0.20.1"],
         context_sizes=(1, 1),
-        key_order=lambda: key_order,
+        key_order=lambda: KeyOrder.COLUMN_MAJOR,
         stated_layout="HND",
     )
-    misread = why_misread(asked)
-    local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
-    return decide(local, stating(1, tokens, "HND"), FACTS[release])
+    local = UnreadCache(64, 1, "HND", "", misreads_smaller=why_misread(asked))
+
+    decided = decide(local, stating(1, 16, "HND"), FACTS["0.20.1"])
+
+    assert isinstance(decided, PeerRefused) and "by column" in decided.reason

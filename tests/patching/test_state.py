@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpatch.core.recent_engines import MOST_ENGINES, RecentEngines
 from kvpatch.core.releases import FACTS
 from kvpatch.worker.state import (
     connectors_of,
@@ -16,8 +17,6 @@ from kvpatch.worker.state import (
     share_with_manager,
     worker_state,
 )
-
-pytestmark = pytest.mark.patching
 
 
 @pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
@@ -70,3 +69,18 @@ def test_it_has_the_facts_of_this_processs_release(state_of, monkeypatch) -> Non
     assert state_of(owner).facts is FACTS["0.13.0"]
     monkeypatch.setenv("KVPATCH_GENERATION", "0.14.0")
     assert state_of(owner).facts is FACTS["0.13.0"]
+
+
+# --- what is kept of engines that come and go --------------------------------------------------
+
+
+def test_the_oldest_is_forgotten_and_the_last_booked_is_not():
+    found = RecentEngines[int]()
+    for number in range(MOST_ENGINES):
+        found[f"e{number}"] = number
+    found["e0"] = 7
+    found["new"] = 8
+
+    assert len(found) == MOST_ENGINES
+    assert "e1" not in found
+    assert (found["e0"], found["new"]) == (7, 8)

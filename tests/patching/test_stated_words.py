@@ -32,8 +32,6 @@ from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
 
 from .release_workers import worker_of
 
-pytestmark = pytest.mark.patching
-
 _RELEASE = "0.33.0"
 
 
@@ -62,20 +60,31 @@ def _worker(*specs: Any, release: str = _RELEASE) -> Any:
 _HYBRID = (object(), _states(torch.bfloat16, torch.float32), _states(torch.bfloat16, torch.float32))
 
 
-def test_types_and_slots_are_said_of_all_layers_once() -> None:
-    assert contents_of(_worker(*_HYBRID)) == "states of bfloat16,float32"
-    both = _worker(*_HYBRID, _states(torch.float16), CircularBufferSpec(), CircularBufferSpec())
-    assert contents_of(both) == "states of bfloat16,float32; states of float16; a ring of 13"
+_RINGS = (_states(torch.float16), CircularBufferSpec(), CircularBufferSpec())
 
 
-def test_of_rows_of_tokens_there_is_nothing_to_say() -> None:
-    assert contents_of(_worker(object(), object())) is None
-    assert contents_of(_worker(*_HYBRID, release="0.17.0")) is None, "which has no plan of groups"
+@pytest.mark.parametrize(
+    ("specs", "release", "said"),
+    [
+        (_HYBRID, _RELEASE, "states of bfloat16,float32"),
+        (
+            (*_HYBRID, *_RINGS),
+            _RELEASE,
+            "states of bfloat16,float32; states of float16; a ring of 13",
+        ),
+        ((object(), object()), _RELEASE, None),  # of rows of tokens there is nothing to say
+        (_HYBRID, "0.17.0", None),  # which has no plan of groups
+    ],
+)
+def test_types_and_slots_are_said_of_all_layers_once(
+    specs: tuple[Any, ...], release: str, said: str | None
+) -> None:
+    assert contents_of(_worker(*specs, release=release)) == said
 
 
-def test_a_peer_that_says_nothing_is_taken_as_it_is() -> None:
-    check_contents("states of float16", None)
-    check_contents("states of float16", "states of float16")
+@pytest.mark.parametrize("theirs", [None, "states of float16"])
+def test_a_peer_that_says_nothing_or_the_same_is_taken_as_it_is(theirs: str | None) -> None:
+    check_contents("states of float16", theirs)
 
 
 @pytest.mark.parametrize("theirs", ["states of bfloat16", "", 7, ["states of float16"], "x" * 9999])

@@ -11,7 +11,6 @@ import torch
 
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.load.read_request import ReadRequest
@@ -23,6 +22,8 @@ from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StateDivision, StatePages, pages_of, state_division
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import BLOCKS_FIRST
+
+from .test_remote_geometry import ours_of
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))
@@ -86,37 +87,28 @@ def test_the_block_that_d_fills(local, found):
     assert filled_state(local) == found
 
 
-def _apart(memory: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
-    items = memory[offset:]
+def _apart(items: torch.Tensor) -> list[torch.Tensor]:
     first = items.view(torch.float32).as_strided((BLOCKS, 4, 3), (PAGE_BYTES // 4, 3, 1))
     second = items.view(torch.bfloat16).as_strided(
-        (BLOCKS, 2, 5), (PAGE_BYTES // 2, 5, 1), offset // 2 + SIZES[0] // 2
+        (BLOCKS, 2, 5), (PAGE_BYTES // 2, 5, 1), SIZES[0] // 2
     )
     return [first, second]
 
 
 class TestPages:
-    def test_a_tensor_for_each_state(self):
+    def test_of_a_tensor_for_each_state_and_of_a_tensor_of_pages(self):
         memory = torch.zeros(BLOCKS * PAGE_BYTES, dtype=torch.uint8)
+        expected = StatePages(memory.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
 
-        found = pages_of(_apart(memory), SPEC)
+        assert pages_of(_apart(memory), SPEC) == expected
+        assert pages_of(memory.view(torch.int8).view(BLOCKS, 1, 1, PAGE_BYTES), SPEC) == expected
 
-        assert found == StatePages(memory.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
-
-    def test_a_tensor_of_pages(self):
-        memory = torch.zeros(BLOCKS, 1, 1, PAGE_BYTES, dtype=torch.int8)
-
-        assert pages_of(memory, SPEC) == StatePages(memory.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
-
-    def test_pages_too_small_are_none(self):
-        assert pages_of(torch.zeros(BLOCKS, 1, 1, sum(SIZES) - 1, dtype=torch.int8), SPEC) is None
-
-    def test_a_gap_between_two_states_is_none(self):
+    def test_pages_too_small_and_states_with_a_gap_are_none(self):
         first, second = _apart(torch.zeros(BLOCKS * PAGE_BYTES, dtype=torch.uint8))
+        small = torch.zeros(BLOCKS, 1, 1, sum(SIZES) - 1, dtype=torch.int8)
 
-        assert pages_of([first, second[1:]], SPEC) is None
-        assert pages_of([first, second[:, :1]], SPEC) is None
-        assert pages_of([second, first], SPEC) is None
+        for other in (small, [first, second[1:]], [first, second[:, :1]], [second, first]):
+            assert pages_of(other, SPEC) is None
 
 
 def _plane(layer: str, address: int) -> LayerCache:
@@ -129,21 +121,15 @@ def _plane(layer: str, address: int) -> LayerCache:
 def _ours() -> LocalGeometry:
     starts = 10_000, 20_000
     layers = {f"layers.{2 * n}": _plane(f"layers.{2 * n}", start) for n, start in enumerate(starts)}
-    return LocalGeometry(
+    return replace(
+        ours_of(layout="HND"),
         layers=layers,
         addresses=starts,
         block_bytes=(PAGE_BYTES,) * 2,
         block_tokens=4,
-        kernel_blocks_per_block=1,
-        layout="HND",
-        inner_layout="HND",
         total_heads=2,
-        tp_rank=0,
-        tp_size=1,
-        memory=Memory("DRAM", 0),
-        backend="FLASHINFER",
-        key_order=KeyOrder.ROW_MAJOR,
-        facts=FACTS["0.33.0"],
+        units=None,
+        cross_layer_groups=None,
         groups=tuple(group.layers for group in GROUPS),
         cross_layer_places="0123456789abcdef",
         states={
@@ -161,9 +147,11 @@ def _peer(**changes: object) -> AgentMetadata:
     return replace(plain, **changes)
 
 
-def _rows(places: str) -> AgentMetadata:
+def _rows(places: str) -> dict[str, object]:
+    """What a peer with cross-layer blocks states otherwise."""
     form = CrossLayerForm(8, 3, ("kv", "token", "head", "channel"), places)
-    return _peer(form=form, addresses=(50_000,), block_bytes=(4096,), stride_bytes=(4096,))
+    lengths = (4096,)
+    return {"form": form, "addresses": (50_000,), "block_bytes": lengths, "stride_bytes": lengths}
 
 
 class TestAPeersPages:
@@ -175,26 +163,20 @@ class TestAPeersPages:
         assert found["layers.1"].pages.address == 90_000
         assert found["layers.3"].pages.address == 50_000
 
-    def test_in_regions_of_other_names_is_refused(self):
-        with pytest.raises(PeerRefused, match=r"named layers\.0, other: use one model"):
-            states_of_peer(_ours(), _peer(region_names=("layers.0", "other")))
-
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
+            ({"region_names": ("layers.0", "other")}, r"named layers\.0, other: use one model"),
             ({"tp_size": 2}, "one --tensor-parallel-size"),
             ({"state_bytes": (48, 40)}, r"take \(48, 40\) bytes and ours \(48, 20\)"),
             ({"state_bytes": ()}, "--mamba-ssm-cache-dtype"),
             ({"block_bytes": (20, 20)}, "take 68 bytes, and a block of its has 60"),
+            (_rows("fedcba9876543210"), "other shapes or types than ours"),
         ],
     )
     def test_others_are_refused(self, changes, words):
         with pytest.raises(PeerRefused, match=words):
             states_of_peer(_ours(), _peer(**changes))
-
-    def test_rows_of_other_states_are_refused(self):
-        with pytest.raises(PeerRefused, match="other shapes or types than ours"):
-            states_of_peer(_ours(), _rows("fedcba9876543210"))
 
 
 def _spec(kind: object, *shapes: tuple[int, ...]) -> SimpleNamespace:
@@ -213,7 +195,6 @@ class _Type(Enum):
 
 
 _MODEL = SimpleNamespace(mamba_n_groups=2)
-_ONE_GROUP = SimpleNamespace(mamba_n_groups=1, architectures=["other"])
 _NEWEST = FACTS["0.33.0"]
 
 
@@ -288,6 +269,7 @@ class TestAPeerOfOtherRanks:
             ({"state_bytes": SIZES}, r"take \(48, 20\) bytes and ours \(36, 10\)"),
             ({"tp_size": 3}, "cannot be shared out over 3 ranks"),
             ({"releases": ("0.19.1",)}, "channels innermost"),
+            (_rows("0123456789abcdef"), "contiguous layout .*one --tensor-parallel-size"),
         ],
     )
     def test_others_are_refused(self, changes, words):
@@ -302,21 +284,11 @@ class TestAPeerOfOtherRanks:
         with pytest.raises(PeerRefused, match=r"layer layers\.1 .* 2 states of LINEAR"):
             states_of_peer(ours, _peer(tp_size=2))
 
-    def test_cross_layer_blocks_are_refused(self):
-        peer = replace(_rows("0123456789abcdef"), tp_size=2)
 
-        with pytest.raises(PeerRefused, match="contiguous layout .*one --tensor-parallel-size"):
-            states_of_peer(_ours_divided(), peer)
+@pytest.mark.parametrize(("local", "remote"), [(1, 4), (5, 1)])
+def test_blocks_that_are_not_there_are_refused(local, remote):
+    ours, peer = _ours(), _peer()
+    theirs = states_of_peer(ours, peer)
 
-
-class TestRuns:
-    def _plan(self, local: int, remote: int):
-        ours = _ours()
-        theirs = states_of_peer(ours, _peer())
-        order = _order((local,), (remote,))
-        return states_plan(GROUPS, _peer(), order, ours.states, theirs)
-
-    @pytest.mark.parametrize(("local", "remote"), [(1, 4), (5, 1)])
-    def test_blocks_that_are_not_there_are_refused(self, local, remote):
-        with pytest.raises(ReadRefused, match="of 4 and 5"):
-            self._plan(local, remote)
+    with pytest.raises(ReadRefused, match="of 4 and 5"):
+        states_plan(GROUPS, peer, _order((local,), (remote,)), ours.states, theirs)

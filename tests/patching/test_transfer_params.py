@@ -32,8 +32,6 @@ from kvpatch.patches.transfer_params import (
 from kvpatch.worker.state import engine_state, scheduler_state
 from tests.bad_params import bad_params
 
-pytestmark = pytest.mark.patching
-
 _FORM = FACTS["0.33.0"]
 _LIMITS = RequestLimits(max_model_len=1024)
 #: As P of 0.33.0 answers.
@@ -192,13 +190,24 @@ def test_as_many_blocks_as_a_prompt_can_have() -> None:
         checked({**_OWN, "remote_block_ids": [list(range(1024 + 65))]}, _FORM, _LIMITS)
 
 
-def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
-    flat = {**_OWN, "remote_block_ids": [1, 2, 3]}
+_FLAT = {**_OWN, "remote_block_ids": [1, 2, 3]}
+_BARE = {"do_remote_decode": True}
 
-    assert completed(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
-    assert completed(_OWN, _FORM) == _OWN
-    assert completed(_TO_P, _FORM) == _TO_P
-    assert completed(flat, FACTS["0.17.1"]) == flat
+
+@pytest.mark.parametrize(
+    ("params", "release", "expected"),
+    [
+        (_FLAT, "0.33.0", {**_OWN, "remote_block_ids": [[1, 2, 3]]}),  # of the only group
+        (_OWN, "0.33.0", _OWN),
+        (_TO_P, "0.33.0", _TO_P),
+        (_FLAT, "0.17.1", _FLAT),
+        (_BARE, "0.10.2", {**_PROXYS, **_BARE}),  # P saves a prompt whose reader nobody knows
+        (_TO_P, "0.10.2", _TO_P),
+        (_BARE, "0.13.0", _BARE),
+    ],
+)
+def test_what_is_missing_is_completed(params: Any, release: str, expected: Any) -> None:
+    assert completed(params, FACTS[release]) == expected
 
 
 def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None:
@@ -207,14 +216,6 @@ def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None
     for blocks in ([[1], [2]], [[1, [2]]], [["x"]]):
         with pytest.raises(ParamsRefused, match="remote_block_ids"):
             checked({**_OWN, "remote_block_ids": blocks}, old, _LIMITS)
-
-
-def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
-    bare = {"do_remote_decode": True}
-
-    assert completed(bare, FACTS["0.10.2"]) == {**_PROXYS, **bare}
-    assert completed(_TO_P, FACTS["0.10.2"]) == _TO_P
-    assert completed(bare, FACTS["0.13.0"]) == bare
 
 
 def test_what_loads_nothing() -> None:
@@ -317,18 +318,11 @@ def test_a_peer_that_is_listed(host: str, port: int) -> None:
     [
         ("10.1.2.3", 5599),
         ("prefill-0", 5601),
-        ("evilp.svc", 1),
-        ("p.svc", 1),
         ("::1", 8),
-        ("fe80::1%eth0", 1),
+        *((host, 1) for host in ("evilp.svc", "p.svc", "fe80::1%eth0")),
         # 10.0.0.1, as the resolver takes it too
-        ("10.1", 5600),
-        ("0x0a.1", 5600),
-        ("167772161", 5600),
-        ("012.0.0.1", 5600),
-        ("0.0.0.0", 5600),
-        ("10.0.0.1.example.org", 5600),
-        ("64:ff9b::a00:1", 5600),
+        *((host, 5600) for host in ("10.1", "0x0a.1", "167772161", "012.0.0.1")),
+        *((host, 5600) for host in ("0.0.0.0", "10.0.0.1.example.org", "64:ff9b::a00:1")),
     ],
 )
 def test_a_peer_that_is_not(host: str, port: int) -> None:
@@ -379,18 +373,14 @@ def _server(connector: str) -> Any:
 @pytest.mark.parametrize("facts", FACTS.values(), ids=lambda facts: facts.release)
 def test_the_server_refuses_before_anything_is_booked(facts: ReleaseFacts) -> None:
     taken: list[Any] = []
-    own = (
-        {**_OWN, "remote_block_ids": _OWN["remote_block_ids"][0]}
-        if not facts.has_cache_groups
-        else _OWN
-    )
+    ids = [38, 88, 51]
+    own = {**_OWN, "remote_block_ids": [ids] if facts.has_cache_groups else ids}
 
     def ask(connector: str, params: Any) -> None:
         sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
         given = ("name", "prompt", sampling, 1.0)
-        _server_add_request(
-            lambda *given: taken.append(given), _server(connector), *given, facts=facts
-        )
+        server = _server(connector)
+        _server_add_request(lambda *given: taken.append(given), server, *given, facts=facts)
 
     ask("NixlConnector", own)
     assert len(taken) == 1

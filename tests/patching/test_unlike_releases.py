@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvpatch import patches
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
+from kvpatch.peer import other_releases
 from kvpatch.peer.decision import FLASH_ATTENTION, decide
 from kvpatch.peer.other_releases import (
     NULLABLE,
@@ -38,11 +38,8 @@ from kvpatch.worker.state import worker_state
 
 from .test_decision import local
 
-pytestmark = pytest.mark.patching
-
 HASHED = [name for name in RELEASES if FACTS[name].encodes_metadata]
 NEWEST = FACTS["0.33.0"]
-HOST = "127.0.0.1"
 
 
 def answer(release: str, **more: Any) -> dict[str, Any]:
@@ -151,63 +148,35 @@ def test_neighbours_that_say_the_same_are_left_to_the_release() -> None:
 # -- asking ---------------------------------------------------------------------------------------
 
 
+@dataclass
 class Listener:
-    """A stock P's: ends by a question of another form, as the releases' own do."""
+    """A stock P's; the lab plays those of the releases, which end by a question of another form."""
 
-    def __init__(self, release: str, metadata: bytes, peer_hash: str = "theirs") -> None:
-        self.release, self.asked = release, []
-        self._payload = msgspec.msgpack.encode(
-            {"compatibility_hash": peer_hash, "agent_metadata_bytes": metadata}
-        )
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self._ends = threading.Event()
-        self.thread.start()
+    release: str
+    metadata: bytes
+    peer_hash: str = "theirs"
+    asked: list[list[Any]] = field(default_factory=list)
 
-    def _serve(self) -> None:
-        while not self._ends.is_set():
-            if not self._socket.poll(20):
-                continue
-            who, empty, message = self._socket.recv_multipart()
-            asked = msgspec.msgpack.decode(message)
-            size = 3 if FACTS[self.release].question == "stage and rank" else 2
-            self.asked.append(asked)
-            if len(asked) != size:
-                return
-            clock = [msgspec.msgpack.encode(1.5)] if size == 3 else []
-            self._socket.send_multipart([who, empty, self._payload, *clock])
-
-    def stop(self) -> None:
-        self._ends.set()
-        self.thread.join()
-        self._context.destroy(linger=0)
+    def ask(self, address: Address, message: bytes) -> list[bytes]:
+        self.asked.append(msgspec.msgpack.decode(message))
+        payload = {"compatibility_hash": self.peer_hash, "agent_metadata_bytes": self.metadata}
+        clock = [msgspec.msgpack.encode(1.5)] if len(self.asked[-1]) == 3 else []
+        return [msgspec.msgpack.encode(payload), *clock]
 
 
-@contextmanager
-def listening(release: str, metadata: bytes, peer_hash: str = "theirs") -> Iterator[Listener]:
-    found = Listener(release, metadata, peer_hash)
-    try:
-        yield found
-    finally:
-        found.stop()
-
-
-def asked_by(
-    own: str, listener: Listener, releases: Sequence[str] = (), told: dict[int, Any] | None = None
-) -> list[bytes]:
+def asked_by(own: str, listener: Listener, told: dict[int, Any] | None = None) -> list[bytes]:
     """What a D of a release is answered, as its own handshake asks it."""
     socket = InterpretedSocket(
-        Address(HOST, listener.port),
-        tuple(releases) or releases_by_answer(answer(listener.release)),
+        Address("127.0.0.1", 1),
+        releases_by_answer(answer(listener.release)),
         FACTS[own],
         "ours",
         FLASH_ATTENTION,
         ({} if told is None else told).__setitem__,
     )
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
-    socket.send(question_for(FACTS[own].question, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(other_releases, "ask", listener.ask)
+        socket.send(question_for(FACTS[own].question, 0))
     assert socket.recv() == socket.recv_multipart()[0]
     return socket.recv_multipart()
 
@@ -216,9 +185,9 @@ def asked_by(
 @pytest.mark.parametrize("theirs", ["0.13.0", "0.18.1", "0.22.1", "0.25.0", "0.28.0", "0.33.0"])
 def test_p_is_asked_in_its_own_words_and_understood_in_ours(own: str, theirs: str) -> None:
     told: dict[int, Any] = {}
-    with listening(theirs, msgspec.msgpack.encode(fields(theirs))) as listener:
-        frames = asked_by(own, listener, told=told)
-        assert listener.thread.is_alive()
+    listener = Listener(theirs, msgspec.msgpack.encode(fields(theirs)))
+
+    frames = asked_by(own, listener, told)
 
     wanted = 3 if FACTS[theirs].question == "stage and rank" else 2
     assert [len(asked) for asked in listener.asked] == [wanted]
@@ -240,8 +209,7 @@ def test_p_is_asked_in_its_own_words_and_understood_in_ours(own: str, theirs: st
 def test_one_that_states_our_hash_is_left_as_it_is() -> None:
     told: dict[int, Any] = {0: "something"}
     metadata = msgspec.msgpack.encode(fields("0.33.0", attn_backend_name="ANY"))
-    with listening("0.33.0", metadata, "ours") as listener:
-        payload, _ = asked_by("0.33.0", listener, told=told)
+    payload, _ = asked_by("0.33.0", Listener("0.33.0", metadata, "ours"), told)
 
     assert msgspec.msgpack.decode(payload)["agent_metadata_bytes"] == metadata
     assert told == {0: None}
@@ -258,50 +226,39 @@ def test_one_that_states_our_hash_is_left_as_it_is() -> None:
     ],
 )
 def test_what_no_release_states_is_refused(metadata: bytes, message: str) -> None:
-    with listening("0.25.1", metadata) as listener, pytest.raises(PeerRefused, match=message):
-        asked_by("0.33.0", listener)
+    with pytest.raises(PeerRefused, match=message):
+        asked_by("0.33.0", Listener("0.25.1", metadata))
 
 
 # -- what is read, and what is not ------------------------------------------------------------
 
 
-def decided(statement: Statement, **changes: Any) -> Any:
-    ours = local(backend=FLASH_ATTENTION, **changes)
-    peer = read_statement(statement, NEWEST, 0, 1)
-    return decide(ours, peer, NEWEST)
+_THREE_REGIONS = {"kv_caches_base_addr": [1 << 30] * 3, "block_lens": [4096] * 3}
+_TWO_GROUPS = {"groups": (frozenset("a"), frozenset("b"))}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("release", "changes", "ours", "ranks", "message"),
     [
-        ({"attn_backend_name": "FLASHINFER"}, "its attention backend is FLASHINFER"),
-        ({"kv_cache_layout": "BLHNC"}, "its layout is BLHNC"),
-        ({"kv_caches_base_addr": [1 << 30] * 3, "block_lens": [4096] * 3}, "its 3 regions of 2"),
-        ({"block_lens": [2048, 2048]}, "come to"),
+        ("0.25.1", {"attn_backend_name": "FLASHINFER"}, {}, 1, "its attention backend is FLASHIN"),
+        ("0.25.1", {"kv_cache_layout": "BLHNC"}, {}, 1, "its layout is BLHNC"),
+        ("0.25.1", _THREE_REGIONS, {}, 1, "its 3 regions of 2"),
+        ("0.25.1", {"block_lens": [2048, 2048]}, {}, 1, "come to"),
+        ("0.19.1", {}, {}, 1, "not stated"),  # which states no backend
+        ("0.25.1", {}, {"is_plain": False}, 1, "full attention"),
+        ("0.25.1", {}, _TWO_GROUPS, 1, "full attention"),
+        ("0.25.1", {}, {}, 2, "tensor-parallel ranks"),
     ],
 )
-def test_what_cannot_be_told_is_refused(changes: Mapping[str, Any], message: str) -> None:
-    found = decided(stated("0.25.1", **changes))
+def test_what_cannot_be_told_is_refused(
+    release: str, changes: dict[str, Any], ours: dict[str, Any], ranks: int, message: str
+) -> None:
+    peer = read_statement(stated(release, **changes), NEWEST, 0, ranks)
+
+    found = decide(local(backend=FLASH_ATTENTION, **ours), peer, NEWEST)
 
     assert isinstance(found, PeerRefused), found
     assert message in found.reason
-
-
-def test_a_backend_that_nobody_states_is_refused() -> None:
-    found = decided(stated("0.19.1"))
-
-    assert isinstance(found, PeerRefused)
-    assert "not stated" in found.reason
-
-
-def test_windows_states_and_other_ranks_are_refused() -> None:
-    statement = stated("0.25.1")
-    assert "full attention" in decided(statement, is_plain=False).reason
-    assert "full attention" in decided(statement, groups=(frozenset("a"), frozenset("b"))).reason
-    two = read_statement(statement, NEWEST, 0, 2)
-    found = decide(local(backend=FLASH_ATTENTION), two, NEWEST)
-    assert isinstance(found, PeerRefused)
-    assert "tensor-parallel ranks" in found.reason
 
 
 def test_the_words_for_it_are_no_part_of_the_decision() -> None:
@@ -332,12 +289,7 @@ def test_p_is_told_in_its_own_count_and_sent_no_heartbeats_where_it_knows_none()
     assert to_engine(worker, "p", b"") == b""
     assert to_engine(worker_with(stated("0.25.1")), "p", b"HB:a") == b"HB:a"
     assert to_agent(worker_with(None), "agent of p", b"HB:a,b") == b"HB:a,b"
-
-
-def test_a_p_that_comes_back_as_one_of_ours_is_one_of_ours() -> None:
-    worker = worker_with(stated("0.20.2"))
-    worker_state(worker).of(PeerReleases).state("p", 0, None)
-
+    worker_state(worker).of(PeerReleases).state("p", 0, None)  # it comes back as one of ours
     assert to_engine(worker, "p", b"a:8") == b"a:8"
 
 
@@ -377,25 +329,27 @@ class TestWhereNoOtherReleaseIsAccepted:
         unlike_releases._nixl_handshake(own, worker, "host", 1, **named)
         return called
 
-    @pytest.mark.parametrize("of_p", ["0.33.0", "0.32.0", "0.25.1", "0.20.2", "0.13.0", "0.12.0"])
-    def test_an_answer_with_less_than_ours_is_stocks(self, of_p, monkeypatch):
-        """A proxy that leaves fields out makes a P like D look older."""
-        called = self.shake_hands("0.33.0", answer(of_p), monkeypatch)
+    @pytest.mark.parametrize(
+        ("of_d", "of_p"),
+        [
+            # A proxy that leaves fields out makes a P like D look older.
+            *(("0.33.0", older) for older in ("0.33.0", "0.32.0", "0.25.1", "0.20.2", "0.13.0")),
+            ("0.33.0", "0.12.0"),
+            ("0.25.1", "0.26.0"),  # newer by a null alone, which may be the proxy's
+            ("0.31.0", "0.33.0"),  # newer, and asked alike
+        ],
+    )
+    def test_an_answer_with_less_than_ours_or_asked_alike_is_stocks(self, of_d, of_p, monkeypatch):
+        called = self.shake_hands(of_d, answer(of_p), monkeypatch)
 
         assert called == [(("host", 1, 2, "p"), {"more": 3})]
 
-    @pytest.mark.parametrize("of_p", ["0.28.0", "0.33.0"])
-    def test_a_newer_p_that_the_question_would_end_is_refused(self, of_p, monkeypatch):
+    @pytest.mark.parametrize(
+        ("of_d", "of_p"), [("0.25.1", "0.28.0"), ("0.25.1", "0.33.0"), ("0.12.0", "0.13.0")]
+    )
+    def test_a_newer_p_that_the_question_would_end_is_refused(self, of_d, of_p, monkeypatch):
         with pytest.raises(PeerRefused, match=f"P runs vLLM {of_p}"):
-            self.shake_hands("0.25.1", answer(of_p), monkeypatch)
-
-    def test_one_without_a_hash_does_not_ask_one_with(self, monkeypatch):
-        with pytest.raises(PeerRefused, match="P runs vLLM 0.13.0"):
-            self.shake_hands("0.12.0", answer("0.13.0"), monkeypatch)
-
-    def test_a_p_that_is_newer_by_a_null_alone_is_stocks(self, monkeypatch):
-        """The null may be the proxy's, and P of D's own release."""
-        assert self.shake_hands("0.25.1", answer("0.26.0"), monkeypatch)
+            self.shake_hands(of_d, answer(of_p), monkeypatch)
 
     @pytest.mark.parametrize("release", HASHED)
     @pytest.mark.parametrize("accepts", [True, False])
@@ -426,6 +380,3 @@ class TestWhereNoOtherReleaseIsAccepted:
         zeroes = {name: zeroes[name] for name in FACTS[typed].answer}
         own = {name: value for name, value in answer(release).items() if value is not None}
         assert self.shake_hands(release, {**zeroes, **own}, monkeypatch)
-
-    def test_a_newer_p_that_is_asked_alike_is_stocks(self, monkeypatch):
-        assert self.shake_hands("0.31.0", answer("0.33.0"), monkeypatch)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import sys
 from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvpatch.core.releases import FACTS
+from kvpatch.legacy.aborted_loads import AbortedBlocks
 from kvpatch.legacy.failed_loads import (
     FailedGroupLoads,
     FailedRequests,
     pop_one_by_one,
     whole_requests,
 )
-
-pytestmark = pytest.mark.patching
+from kvpatch.worker.state import engine_state
 
 
 class TestSeveralGroups:
@@ -80,47 +82,6 @@ class TestWholeRequests:
         assert a.num_computed_tokens == 40
 
 
-class TestLastToFirst:
-    def _queue(self, *failed, reading=(), **blocks):
-        worker = _worker(reading=reading, **blocks)
-        own = Queue()
-        for name in failed:
-            own.put(name)
-        worker._failed_recv_reqs = FailedRequests(worker, own)
-        return worker
-
-    def _drained(self, worker):
-        found, queue = [], worker._failed_recv_reqs
-        while not queue.empty():
-            found.append(queue.get_nowait())
-        with pytest.raises(Empty):
-            queue.get_nowait()
-        return found
-
-    def test_what_was_queued_before_and_after_comes_out_once(self):
-        worker = self._queue("a", a=[1], b=[2])
-        worker._failed_recv_reqs.put("b")
-        worker._failed_recv_reqs.put("b")
-
-        assert sorted(self._drained(worker)) == ["a", "b"]
-        assert self._drained(worker) == []
-
-    def test_not_while_another_of_its_reads_goes_on(self):
-        worker = self._queue("a", "b", reading=("a",), a=[1], b=[2])
-        assert self._drained(worker) == ["b"]
-
-        worker._recving_transfers.clear()
-
-        assert self._drained(worker) == ["a"]
-
-    @pytest.mark.parametrize("blocks", [[], (), ([], [])])
-    def test_not_one_that_nothing_was_to_be_loaded_for(self, blocks):
-        worker = self._queue("a", a=blocks)
-
-        assert self._drained(worker) == []
-        assert not worker._recving_metadata
-
-
 class _Worker(SimpleNamespace):
     """Which can be referred to weakly, unlike its base."""
 
@@ -139,29 +100,50 @@ def _worker(*, failed=(), reading=(), failures=None, **blocks):
     return worker
 
 
+def _queued(worker):
+    """Drains the queue of failed loads, as 0.22 to 0.29 do."""
+    found, queue = set(), worker._failed_recv_reqs
+    while not queue.empty():
+        name = queue.get_nowait()
+        assert name not in found
+        found.add(name)
+    with pytest.raises(Empty):
+        queue.get_nowait()
+    return found
+
+
+@pytest.mark.parametrize("taken", [lambda worker: worker._failed_recv_reqs.take(), _queued])
 class TestReporting:
-    def test_a_failed_request_is_reported_once_and_forgotten(self):
-        worker = _worker(failed={"a"}, a=[1], b=[2])
+    def test_a_failed_request_is_reported_once(self, taken):
+        worker = _worker(failed=["a"], a=[1], b=[2], c=[3])
+        for _ in range(2):
+            worker._failed_recv_reqs.put("b")
 
-        assert worker._failed_recv_reqs.take() == {"a"}
-        assert worker._failed_recv_reqs.take() == set()
-        assert set(worker._recving_metadata) == {"b"}
+        assert taken(worker) == {"a", "b"}
+        assert taken(worker) == set()
 
-    def test_not_while_another_of_its_reads_goes_on(self):
-        worker = _worker(failed={"a"}, reading={"a"}, a=[1])
-        assert worker._failed_recv_reqs.take() == set()
-        assert set(worker._recving_metadata) == {"a"}, "the release looks it up"
+    def test_not_while_another_of_its_reads_goes_on(self, taken):
+        worker = _worker(failed=["a", "b"], reading=("a",), a=[1], b=[2])
+        assert taken(worker) == {"b"}
+        assert "a" in worker._recving_metadata, "the release looks it up"
 
         worker._recving_transfers.clear()
 
-        assert worker._failed_recv_reqs.take() == {"a"}
+        assert taken(worker) == {"a"}
 
     @pytest.mark.parametrize("blocks", [[], (), ([], [])])
-    def test_not_one_that_nothing_was_to_be_loaded_for(self, blocks):
-        worker = _worker(failed={"a"}, a=blocks)
+    def test_not_one_that_nothing_was_to_be_loaded_for(self, taken, blocks):
+        worker = _worker(failed=["a"], a=blocks)
 
-        assert worker._failed_recv_reqs.take() == set()
+        assert taken(worker) == set()
         assert not worker._recving_metadata
+
+
+def test_the_releases_own_queue_is_taken_over():
+    own = Queue()
+    own.put("a")
+
+    assert _queued(_worker(failed=own, a=[1])) == {"a"}
 
 
 class _Disconnected(Exception):
@@ -206,23 +188,43 @@ def _pop_done(worker, error):
     return pop_done
 
 
-class TestBrokenReads:
-    TRANSFERS = {"a": [1], "broken": [(2, 0.5), (3, 0.5)], "running": [4], "b": [5]}  # noqa: RUF012
+@pytest.mark.parametrize("error", [_Disconnected("gone"), RuntimeError("state ERR")])
+def test_a_read_that_raises_fails_alone(error):
+    """Whose handles are let go of, where they can be: one is none for the second time."""
+    worker, failed = _worker(), []
+    transfers = {"a": [1], "broken": [(2, 0.5), (2, 0.5), 3], "running": [4], "b": [5]}
 
-    @pytest.mark.parametrize("error", [_Disconnected("gone"), RuntimeError("state ERR")])
-    def test_one_that_raises_fails_alone(self, error):
-        worker, transfers, failed = _worker(), dict(self.TRANSFERS), []
+    done = pop_one_by_one(worker, _pop_done(worker, error), transfers, failed.append)
 
-        done = pop_one_by_one(worker, _pop_done(worker, error), transfers, failed.append)
+    assert done == {"a", "b"}
+    assert failed == ["broken"]
+    assert transfers == {"running": [4]}
+    assert sorted(worker.nixl_wrapper.released) == [1, 2, 3, 5]
 
-        assert done == {"a", "b"}
-        assert failed == ["broken"]
-        assert transfers == {"running": [4]}
-        assert sorted(worker.nixl_wrapper.released) == [1, 2, 3, 5]
 
-    def test_one_that_cannot_be_released_twice(self):
-        worker, transfers, failed = _worker(), {"broken": [2, 2]}, []
+# --- what the scheduler knows of a name whose request ends while it is loaded ------------------
 
-        pop_one_by_one(worker, _pop_done(worker, _Disconnected("gone")), transfers, failed.append)
 
-        assert (failed, transfers) == (["broken"], {})
+def _core(release: str, **names: set[str]) -> Any:
+    loading = SimpleNamespace(
+        kv_transfer_params={"remote_engine_id": "P"},
+        status=SimpleNamespace(name="WAITING_FOR_REMOTE_KVS"),
+    )
+    core = SimpleNamespace(
+        requests={"a": loading, "b": loading}, finished_recving_kv_req_ids=set(), **names
+    )
+    vars(engine_state(core))["facts"] = FACTS[release]
+    return core
+
+
+def test_a_failed_load_that_ends_fails_no_later_one_of_its_name() -> None:
+    """vLLM <= 0.15 keeps the name: it would compute what the next request has loaded."""
+    core = _core("0.13.0", failed_recving_kv_req_ids={"a", "b"})
+    with AbortedBlocks().ending(core, ["a", "c"]):
+        pass
+    assert core.failed_recving_kv_req_ids == {"b"}
+
+
+def test_where_no_load_fails_there_are_no_names() -> None:
+    with AbortedBlocks().ending(_core("0.11.0"), ["a"]):
+        pass

@@ -8,8 +8,6 @@ from kvpatch.core.releases import FACTS
 
 from ..standin import run, write_tree
 
-pytestmark = pytest.mark.patching
-
 
 @pytest.mark.parametrize(
     ("release", "expected"),

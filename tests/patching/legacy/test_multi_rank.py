@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,8 +29,3 @@ def test_ranks_are_read_once_and_hold_our_heads(tp_size: int, ratio: int, heads:
         # Of other numbers vLLM makes no engine.
         if all(heads % ranks == 0 or ranks % heads == 0 for ranks in (tp_size, remote_tp_size)):
             assert set(range(first, first + count)) <= held
-
-
-@pytest.mark.parametrize(("tp_size", "remote"), [(2, 3), (3, 4), (4, 6)])
-def test_ranks_that_do_not_divide(tp_size: int, remote: int) -> None:
-    assert ranks_to_read(0, tp_size, remote) is None
