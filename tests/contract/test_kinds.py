@@ -74,10 +74,6 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     assert WITH_VARIABLE.keys() <= BACKENDS.keys()
 
 
-def test_the_page_is_the_tables() -> None:
-    assert kinds_page.PAGE.read_text() == kinds_page.page()
-
-
 def test_every_kind_is_played_or_has_a_reason() -> None:
     found = {kind.contents for kind in kinds_page.kinds()}
 
