@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.core.ledger import Patch, Site
-from kvpatch.core.recognise import DATA, Code, Known, Source, tables
+from kvpatch.core.recognise import DATA, Code, Known, Source
 from kvpatch.core.releases import ReleaseFacts
 from tests.releases.cache import tree
 
@@ -55,11 +55,6 @@ def fingerprints(release: str, facts: ReleaseFacts) -> dict[Code, Known]:
         )
         for code in sorted(found)
     }
-
-
-def recorded() -> dict[str, dict[Code, Known]]:
-    """The fingerprints that kvpatch ships, by release."""
-    return tables()
 
 
 def record(all_of_them: dict[str, dict[Code, Known]]) -> None:

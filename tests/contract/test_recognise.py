@@ -18,12 +18,11 @@ from kvpatch.core.errors import ReleaseNotKnown
 from kvpatch.core.recognise import BASES, OVERRIDES, Source, tables
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 from tests.releases.cache import tree
-from tests.releases.fetch import fetch
 from tests.releases.renamed import renamed
 
 from .tables import ROOT
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
 
 NEWEST = RELEASES[-1]
 _ENDS = [releases[-1] for releases in GENERATIONS.values()]
@@ -52,11 +51,6 @@ _ALIKE: dict[tuple[str, str], set[str]] = {
     ("0.25.0", "0.25.1"): set(),
     ("0.27.0", "0.27.1"): set(),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees():
-    fetch(RELEASES)
 
 
 @cache
