@@ -21,6 +21,7 @@ from kvpatch.tools.planning.arguments import DESCRIPTION, read_arguments
 from kvpatch.tools.planning.engine import engine_of
 
 from .described import described
+from .walk import plan
 
 pytestmark = pytest.mark.patching
 
@@ -106,19 +107,16 @@ def test_what_vllm_refuses_is_a_sentence(described: dict[str, Any]) -> None:
 # --- plans of them ------------------------------------------------------------------
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+@pytest.fixture(name="plan")
+def _plan(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     """Plans a pair of descriptions."""
 
-    def planned(p: dict[str, Any], d: dict[str, Any], *more: str) -> tuple[int, Any]:
-        files = []
-        for role, content in (("p", p), ("d", d)):
-            path = tmp_path / f"{role}.json"
+    def planned(*sides: dict[str, Any]) -> tuple[int, Any]:
+        files = [tmp_path / "p.json", tmp_path / "d.json"]
+        for path, content in zip(files, sides, strict=True):
             path.write_text(json.dumps(content))
-            files.append(str(path))
-        found = CliRunner().invoke(app, ["plan", *files, "--json", *more])
-        assert isinstance(found.exception, SystemExit | None), found.exception
-        return found.exit_code, found.output if found.exit_code == 2 else json.loads(found.output)
+        status, output = plan(*files, "--json")
+        return status, output if status == 2 else json.loads(output)
 
     return planned
 

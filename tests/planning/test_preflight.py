@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.engine import Pair, engine_of
+from kvpatch.tools.planning.engine import Pair
 from kvpatch.tools.planning.plan import findings
 from kvpatch.tools.planning.verdicts import start_problems
 
-from .walk import TRANSFER, write_side
+from .walk import extra, planned_engine, transfer
 
 pytestmark = pytest.mark.patching
 
@@ -21,10 +19,7 @@ _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 def _found(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> list[tuple[str, str, str]]:
-    engines = [
-        engine_of(role.upper(), read_arguments(str(write_side(folder, role, **changes))))
-        for role, changes in (("p", p), ("d", d))
-    ]
+    engines = [planned_engine(folder, role, **of) for role, of in (("p", p), ("d", d))]
     return [(one.level, one.side, one.what) for one in findings(Pair(*engines))]
 
 
@@ -34,10 +29,6 @@ def test_a_pair_that_is_set_up_rightly_has_no_findings(tmp_path):
 
 def _on(machine: str | None, **env: str | None) -> dict[str, Any]:
     return {"about": {"machine": machine}, "env": env}
-
-
-def _extra(**entries: Any) -> dict[str, Any]:
-    return {"kv_transfer_config": json.dumps({**TRANSFER, "kv_connector_extra_config": entries})}
 
 
 #: name: P's changes, D's, and what is found: level, side, words.
@@ -72,11 +63,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         {"kv_transfer_config": None}, {}, ("error", "P", "no --kv-transfer-config"),
     ),
     "no role": (
-        {}, {"kv_transfer_config": json.dumps({"kv_connector": "NixlConnector"})},
+        {}, {"kv_transfer_config": '{"kv_connector": "NixlConnector"}'},
         ("error", "D", "kv_role is not set"),
     ),
     "the other side's role": (
-        {"kv_transfer_config": json.dumps({**TRANSFER, "kv_role": "kv_consumer"})}, {},
+        transfer(kv_role="kv_consumer"), {},
         ("error", "P", "the other side's"),
     ),
     "plugins without kvpatch": (
@@ -97,13 +88,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         {"env": {_HOST: "$NODE_1"}}, {}, ("warning", "P", "$NODE_1, which no shell"),
     ),
     "unlike leases": (
-        _extra(kv_lease_duration=300), {}, ("warning", "P and D", "is 300 and 30"),
+        extra(kv_lease_duration=300), {}, ("warning", "P and D", "is 300 and 30"),
     ),
     "an entry that vLLM does not read": (
-        {}, _extra(kv_leas_duration=300), ("warning", "D", "did you mean kv_lease_duration?"),
+        {}, extra(kv_leas_duration=300), ("warning", "D", "did you mean kv_lease_duration?"),
     ),
     "an entry in the wrong place": (
-        {}, _extra(kv_load_failure_policy="fail"),
+        {}, extra(kv_load_failure_policy="fail"),
         ("warning", "D", "no kv_load_failure_policy in kv_connector_extra_config"),
     ),
     "prompts of a P without kvpatch, which D refuses": (
@@ -135,11 +126,9 @@ def test_it_is_found(name, tmp_path):
 
 def test_another_devices_buffer(tmp_path):
     about = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
-    transfer = json.dumps({**TRANSFER, "kv_buffer_device": "cuda"})
-    for asked, count in ((None, 0), (transfer, 1)):
-        more = {"kv_transfer_config": asked} if asked else {}
-        path = write_side(tmp_path, "p", about=about, block_size=128, **more)
-        found = list(start_problems(engine_of("P", read_arguments(str(path)))))
+    for asked, count in (({}, 0), (transfer(kv_buffer_device="cuda"), 1)):
+        engine = planned_engine(tmp_path, "p", about=about, block_size=128, **asked)
+        found = list(start_problems(engine))
 
         assert ["kv_buffer_device cuda is not for cpu" in one for one, _ in found] == [True] * count
 
@@ -171,6 +160,4 @@ def test_addresses_of_a_shell_are_not_compared(tmp_path):
     ],
 )
 def test_what_depends_on_the_card_is_assumed_aloud(changes, says, tmp_path):
-    path = write_side(tmp_path, "p", **changes)
-
-    assert says in " ".join(engine_of("P", read_arguments(str(path))).assumed)
+    assert says in " ".join(planned_engine(tmp_path, "p", **changes).assumed)
