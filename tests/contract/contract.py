@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.core.ledger import Patch, Site
-from kvpatch.core.recognise import DATA, Code, Known, Source
+from kvpatch.core.recognise import DATA, Code, Known
 from kvpatch.core.releases import ReleaseFacts
-from tests.releases.cache import tree
 
 from .relied_on import relied_on
-from .source import method
+from .source import code_of, method
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def drift(release: str, site: Site) -> str:
 
 def fingerprints(release: str, facts: ReleaseFacts) -> dict[Code, Known]:
     """The fingerprint of everything that some patch leans on."""
-    source = Source(tree(release))
-    found = relied_on(facts)
+    source, found = code_of(release), relied_on(facts)
     return {
         Code(*code): Known(
             source.fingerprint(*code, facts.package_of(code[0])), tuple(sorted(found[code]))

@@ -20,6 +20,7 @@ from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 from tests.releases.cache import tree
 from tests.releases.renamed import renamed
 
+from .source import code_of
 from .tables import ROOT
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
@@ -53,11 +54,6 @@ _ALIKE: dict[tuple[str, str], set[str]] = {
 }
 
 
-@cache
-def _code(release: str) -> Source:
-    return Source(tree(release))
-
-
 @pytest.fixture
 def only(monkeypatch):
     """Hides all releases but one from recognition."""
@@ -68,7 +64,7 @@ def only(monkeypatch):
 def test_neighbours_are_taken_for_each_other_where_their_code_is_the_same(pair, only):
     for known, build in (pair, pair[::-1]):
         only(known)
-        code = _code(build)
+        code = code_of(build)
         differs = {
             slug
             for (module, name), found in tables()[known].items()
@@ -87,7 +83,7 @@ def test_neighbours_are_taken_for_each_other_where_their_code_is_the_same(pair, 
 
 @pytest.mark.parametrize("release", _ENDS)
 def test_every_generation_is_recognised_among_all(release):
-    found = recognise.recognise(_code(release), "9.9.9")
+    found = recognise.recognise(code_of(release), "9.9.9")
 
     same = [r for r in RELEASES if {*tables()[r].items()} == {*tables()[release].items()}]
     assert not found.moved and found.facts.release in same
@@ -96,7 +92,7 @@ def test_every_generation_is_recognised_among_all(release):
 
 @pytest.fixture(scope="module")
 def original():
-    return _code(NEWEST)
+    return code_of(NEWEST)
 
 
 class TestMutations:
