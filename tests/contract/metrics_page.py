@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+
 from kvpatch.core.releases import FACTS
 from kvpatch.observe.catalogue import HOST_BLOCKS, METRICS, Metric
 
-from .dashboard import QUESTIONS
 from .tables import ROOT, remade, rows_below
 
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
+DASHBOARD = ROOT / "docs" / "reference" / "dashboard.json"
+
+#: In a query: the engines that the dashboard's reader has chosen.
+CHOSEN = 'instance=~"$instance"'
+
+
+@dataclass(frozen=True)
+class Question:
+    """One to the metrics: a panel of the dashboard, and a row of the page.
+
+    Attributes:
+        query: in Prometheus' language, as Grafana asks it.
+        legend: of each line, of its labels.
+    """
+
+    asks: str
+    query: str
+    legend: str
+
+    @property
+    def plain(self) -> str:
+        """The query of all engines, to be typed in."""
+        plain = self.query.replace(f"{{{CHOSEN}}}", "").replace(f", {CHOSEN}", "")
+        return plain.replace("$__rate_interval", "5m")
+
+
+QUESTIONS = tuple(
+    Question(panel["title"], panel["targets"][0]["expr"], panel["targets"][0]["legendFormat"])
+    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+)
 
 
 def page() -> str:
