@@ -92,6 +92,17 @@ def test_a_table_that_was_changed_by_hand_shows() -> None:
     assert tables.filled(changed, has_source=False) == text
 
 
+def test_rows_that_were_changed_by_hand_show(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Prose.\n\n| x | y |\n|---|---|\n| 1 | by hand |\n\nMore.\n")
+
+    found = tables.remade(page, tables.rows_below(("x", "y"), [("1", "2"), ("3", "4")]))
+
+    assert found == "Prose.\n\n| x | y |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\nMore.\n"
+    with pytest.raises(LookupError, match="found 0"):
+        tables.remade(page, tables.rows_below(("x", "z"), []))
+
+
 def test_all_data_is_shown() -> None:
     used = {name for page in tables.pages() for name in tables.names_of(page.read_text())}
     drawn = {"heterogeneous", "kvcached", "unlike_releases"}
@@ -138,7 +149,7 @@ def test_each_result_says_where_it_is_from() -> None:
 
 
 def test_every_variable_has_a_row_and_nothing_else_has() -> None:
-    assert variables_page.names() == sorted(variables_page.meanings())
+    assert variables_page.names() == sorted(variables_page.meanings()), variables_page.PAGE
 
 
 def test_what_nobody_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
