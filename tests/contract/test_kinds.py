@@ -85,7 +85,10 @@ def test_what_plays_a_kind_is_there(file: str, test: str) -> None:
     """By the name of a test, or of a model in its table."""
     text = (ROOT / "tests" / "lab" / file).read_text()
 
-    assert f"def {test}(" in text or f'    "{test}": Model(' in text
+    found = [
+        f"def {name}(" in text or f'    "{name}": Model(' in text for name in (test, f"test_{test}")
+    ]
+    assert found == [True, False]
 
 
 def test_backends_that_are_derived_have_these_names() -> None:
