@@ -10,9 +10,6 @@ import argparse
 import difflib
 import sys
 
-from rich.console import Console
-from rich.table import Table
-
 from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts, facts_named
 from kvpatch.patches import load
 from tests.releases.fetch import FetchFailed, fetch
@@ -59,51 +56,47 @@ def _write(with_fingerprints: bool) -> int:
     return 0
 
 
+def _moved(release: str, baseline: str, code: tuple[str, str]) -> str:
+    """How a body differs from the baseline's; empty where it does not."""
+    here, there = method(release, *code), method(baseline, *code)
+    if isinstance(here, str) or isinstance(there, str):
+        return str(here)
+    lines = list(difflib.unified_diff(there.lines, here.lines, n=0, lineterm=""))[2:]
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return "" if here == there else f"changed: {added} lines added, {removed} removed"
+
+
 def _compare(release: str, against: ReleaseFacts) -> int:
-    console = Console()
     baseline = against.release
-    cells = Table("patch", "outcome", "why", title=f"vLLM {release} with the facts of {baseline}")
-    refused = False
-    for patch in load():
-        outcome = contract.cell(patch, release, against)
-        refused |= outcome.outcome == "refused"
-        cells.add_row(patch.slug, outcome.outcome, outcome.reason)
-    console.print(cells)
-    moved = Table("body", "against " + baseline, title="bodies that patches lean on")
-    any_moved = False
-    for module, name in bodies(against):
-        here, there = method(release, module, name), method(baseline, module, name)
-        if isinstance(here, str) or isinstance(there, str):
-            verdict, is_moved = str(here), True
-        elif here == there:
-            verdict, is_moved = "same", False
-        else:
-            lines = list(difflib.unified_diff(there.lines, here.lines, n=0, lineterm=""))[2:]
-            added = sum(line.startswith("+") for line in lines)
-            removed = sum(line.startswith("-") for line in lines)
-            verdict, is_moved = f"changed: {added} lines added, {removed} removed", True
-        any_moved |= is_moved
-        moved.add_row(name, verdict, style="yellow" if is_moved else "")
-    console.print(moved)
+    cells = {patch.slug: contract.cell(patch, release, against) for patch in load()}
+    print(f"The patches on vLLM {release}, with the facts of {baseline}:")
+    for slug, cell in cells.items():
+        print(f"  {slug}: {cell.outcome}{f', {cell.reason}' if cell.reason else ''}")
+    refused = any(cell.outcome == "refused" for cell in cells.values())
+    found = [(module, name.removeprefix(".")) for module, name in bodies(against)]
+    moved = {code: how for code in found if (how := _moved(release, baseline, code))}
+    print(f"Of {len(found)} bodies that patches lean on, {len(moved)} are not {baseline}'s:")
+    for (_, name), how in moved.items():
+        print(f"  {name}: {how}")
     changed = facts.differences(against, facts.read(release))
     lost: dict[str, list[str]] = {}
     for name, (before, now) in changed.items():
         if isinstance(now, facts.NotFound):
             lost.setdefault(now.why, []).append(name)
         else:
-            console.print(f"{name}: {before!r} in {baseline}, and now {now!r}")
+            print(f"{name}: {before!r} in {baseline}, and now {now!r}")
     for why, names in lost.items():
-        console.print(f"{release} does not tell {', '.join(names)}: {why}", markup=False)
+        print(f"{release} does not tell {', '.join(names)}: {why}")
     if refused or changed:
-        console.print("This release needs facts of its own in kvpatch/core/releases.py.")
-    elif any_moved:
-        console.print(
+        print("This release needs facts of its own in kvpatch/core/releases.py.")
+    elif moved:
+        print(
             "Sites and facts hold, bodies moved: read them, run the lab on this release, then add "
             "it to kvpatch/core/releases.py, and --write."
         )
     else:
-        console.print(f"Nothing moved: add it to kvpatch/core/releases.py, as {baseline}.")
-    return int(refused or any_moved or bool(changed))
+        print(f"Nothing moved: add it to kvpatch/core/releases.py, as {baseline}.")
+    return int(refused or bool(moved) or bool(changed))
 
 
 if __name__ == "__main__":

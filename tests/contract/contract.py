@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.core.ledger import Patch, Site
-from kvpatch.core.recognise import DATA, Code, Known, Source, tables
+from kvpatch.core.recognise import DATA, Code, Known
 from kvpatch.core.releases import ReleaseFacts
-from tests.releases.cache import tree
 
 from .relied_on import relied_on
-from .source import method
+from .source import code_of, method
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,13 @@ def drift(release: str, site: Site) -> str:
 
 def fingerprints(release: str, facts: ReleaseFacts) -> dict[Code, Known]:
     """The fingerprint of everything that some patch leans on."""
-    source = Source(tree(release))
-    found = relied_on(facts)
+    source, found = code_of(release), relied_on(facts)
     return {
         Code(*code): Known(
             source.fingerprint(*code, facts.package_of(code[0])), tuple(sorted(found[code]))
         )
         for code in sorted(found)
     }
-
-
-def recorded() -> dict[str, dict[Code, Known]]:
-    """The fingerprints that kvpatch ships, by release."""
-    return tables()
 
 
 def record(all_of_them: dict[str, dict[Code, Known]]) -> None:

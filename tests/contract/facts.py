@@ -28,7 +28,6 @@ _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BLOCK_MANAGER = "vllm.v1.core.kv_cache_manager"
-_V1 = "vllm.v1"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _INTERFACE = "vllm.v1.kv_cache_interface"
 
@@ -42,6 +41,19 @@ class NotFound:
     """Stands in for a fact whose place in the source has moved."""
 
     why: str
+
+
+def _place(defines: str, *candidates: str) -> cached_property[Place]:
+    """The first of these classes of the connector's that defines a method."""
+
+    def find(source: Source) -> Place:
+        for module, _, owner in (name.rpartition(".") for name in candidates):
+            place = Place(f"{_CONNECTORS}.{module}", owner)
+            if source.method(place, defines) is not None:
+                return place
+        raise Moved(f"none of {', '.join(candidates)} in {_CONNECTORS} defines {defines}")
+
+    return cached_property(find)
 
 
 @dataclass(frozen=True)
@@ -85,57 +97,38 @@ class Source:
                 return frozenset(t.id for t in targets if isinstance(t, ast.Name))
         return frozenset()
 
-    def _place(self, *candidates: tuple[str, str], defines: str) -> Place:
-        for module, owner in candidates:
-            place = Place(f"{_CONNECTORS}.{module}", owner)
-            if self.method(place, defines) is not None:
-                return place
-        names = ", ".join(f"{module}.{owner}" for module, owner in candidates)
-        raise Moved(f"none of {names} in {_CONNECTORS} defines {defines}")
-
-    @cached_property
-    def connector(self) -> Place:
-        """The class that defines the connector's methods."""
-        return self._place(
-            ("nixl.connector", "NixlBaseConnector"),
-            ("nixl.connector", "NixlConnector"),
-            ("nixl_connector", "NixlConnector"),
-            defines="get_num_new_matched_tokens",
-        )
-
-    @cached_property
-    def worker(self) -> Place:
-        """The class that registers KV caches."""
-        return self._place(
-            ("nixl.base_worker", "NixlBaseConnectorWorker"),
-            ("nixl.worker", "NixlConnectorWorker"),
-            ("nixl_connector", "NixlConnectorWorker"),
-            defines="register_kv_caches",
-        )
-
-    @cached_property
-    def reader(self) -> Place:
-        """The class that reads blocks from a peer."""
-        return self._place(
-            ("nixl.pull_worker", "NixlPullConnectorWorker"),
-            ("nixl.worker", "NixlConnectorWorker"),
-            ("nixl_connector", "NixlConnectorWorker"),
-            defines="_read_blocks_for_req",
-        )
-
-    @cached_property
-    def scheduler(self) -> Place:
-        """The class that plans transfers."""
-        return self._place(
-            ("nixl.base_scheduler", "NixlBaseConnectorScheduler"),
-            ("nixl.scheduler", "NixlConnectorScheduler"),
-            ("nixl_connector", "NixlConnectorScheduler"),
-            defines="build_connector_meta",
-        )
+    connector = _place(
+        "get_num_new_matched_tokens",
+        "nixl.connector.NixlBaseConnector",
+        "nixl.connector.NixlConnector",
+        "nixl_connector.NixlConnector",
+    )
+    worker = _place(
+        "register_kv_caches",
+        "nixl.base_worker.NixlBaseConnectorWorker",
+        "nixl.worker.NixlConnectorWorker",
+        "nixl_connector.NixlConnectorWorker",
+    )
+    reader = _place(
+        "_read_blocks_for_req",
+        "nixl.pull_worker.NixlPullConnectorWorker",
+        "nixl.worker.NixlConnectorWorker",
+        "nixl_connector.NixlConnectorWorker",
+    )
+    scheduler = _place(
+        "build_connector_meta",
+        "nixl.base_scheduler.NixlBaseConnectorScheduler",
+        "nixl.scheduler.NixlConnectorScheduler",
+        "nixl_connector.NixlConnectorScheduler",
+    )
 
     def core(self, name: str) -> str:
         """A body of vLLM's own scheduler."""
         return self.body(_SCHEDULER, f"Scheduler.{name}")
+
+    def place(self, name: str) -> Place | str:
+        """A class of the connector's by its part in it; a module is its own name."""
+        return name if "." in name else getattr(self, name)
 
 
 def _completions_module(source: Source) -> str:
@@ -395,6 +388,21 @@ def _server_arguments(source: Source) -> str:
     return next(name for name in modules if "def make_arg_parser(" in text(release, name))
 
 
+def _says(place: str, name: str, words: str) -> Callable[[Source], bool]:
+    """True where the body of a method has these words."""
+    return lambda source: words in source.body(source.place(place), name)
+
+
+def _has(place: str, name: str) -> Callable[[Source], bool]:
+    """True where there is such a method."""
+    return lambda source: source.method(source.place(place), name) is not None
+
+
+def _takes(place: str, name: str, parameter: str) -> Callable[[Source], bool]:
+    """True where a method has this parameter."""
+    return lambda source: parameter in source.parameters(source.place(place), name)
+
+
 #: The newest first: another stays beside it where it is something else.
 _PREFILL_COUNTS = ("_get_remote_prefill_token_count", "_mamba_prefill_token_count")
 _HANDLE_FAILED = "_handle_failed_transfer"
@@ -430,9 +438,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         found.name == "VLLMValidationError" for found in classes(s.release, "vllm.exceptions")
     ),
     "skips_empty_prompts": _skips_empty_prompts,
-    "counts_prefix_hits": lambda s: (
-        "self.prefill_stats" in s.body("vllm.v1.request", "Request.__init__")
-    ),
+    "counts_prefix_hits": _says("vllm.v1.request", "Request.__init__", "self.prefill_stats"),
     "lists_block_sizes": lambda s: (
         re.search(r"^BlockSize\b", text(s.release, "vllm.config.cache"), re.MULTILINE) is not None
     ),
@@ -441,92 +447,63 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         for module in ("vllm.attention.backends.abstract", "vllm.v1.attention.backend")
     ),
     "forgets_failed_reads": _forgets_failed_reads,
-    "forgives_unknown_reads": lambda s: (
-        "not in self._reqs_to_send" in s.body(s.reader, "_get_new_notifs")
-    ),
-    "loads_whole_blocks_only": lambda s: (
-        "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")
-    ),
-    "asks_for_layout": lambda s: s.method(s.connector, "get_required_kvcache_layout") is not None,
-    "has_host_buffer": lambda s: "self.use_host_buffer = " in s.body(s.worker, "__init__"),
-    "chooses_backends": lambda s: "self.nixl_backends = " in s.body(s.worker, "__init__"),
-    "has_host_buffer_layout": lambda s: (
-        "self.host_buffer_kv_cache_layout = " in s.body(s.worker, "__init__")
-    ),
-    "checks_device_again": lambda s: (
-        "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
-    ),
+    "forgives_unknown_reads": _says("reader", "_get_new_notifs", "not in self._reqs_to_send"),
+    "loads_whole_blocks_only": _says("scheduler", "get_num_new_matched_tokens", "round_down("),
+    "asks_for_layout": _has("connector", "get_required_kvcache_layout"),
+    "has_host_buffer": _says("worker", "__init__", "self.use_host_buffer = "),
+    "chooses_backends": _says("worker", "__init__", "self.nixl_backends = "),
+    "has_host_buffer_layout": _says("worker", "__init__", "self.host_buffer_kv_cache_layout = "),
+    "checks_device_again": _says("worker", "register_kv_caches", "if self.device_type == 'tpu'"),
     "reserves_for_loads": lambda s: "_inflight_prefill_reserved_blocks" in s.core("schedule"),
     "tells_of_rejections": lambda s: bool(
         s.method(_completions_module(s), "OpenAIServingCompletion._create_completion")
     ),
-    "counts_loaded_slots": lambda s: (
-        "len(block_ids) * self.block_size" in s.core("_update_waiting_for_remote_kv")
+    "counts_loaded_slots": _says(
+        _SCHEDULER, "Scheduler._update_waiting_for_remote_kv", "len(block_ids) * self.block_size"
     ),
     "can_answer_later": lambda s: any(
         f"if {name} is None" in s.core("schedule")
         for name in ("num_external_computed_tokens", "ext_tokens")
     ),
-    "registers_shared_tensors_once": lambda s: (
-        "seen_base_addresses" in s.body(s.worker, "register_kv_caches")
-    ),
-    "listens_in_scheduler": lambda s: s.method(s.scheduler, "_nixl_handshake_listener") is not None,
-    "listens_by_host": lambda s: "host" in s.parameters(s.scheduler, "_nixl_handshake_listener"),
-    "books_unprocessed": lambda s: (
-        "self._reqs_not_processed" in s.body(s.scheduler, "build_connector_meta")
-    ),
+    "registers_shared_tensors_once": _says("worker", "register_kv_caches", "seen_base_addresses"),
+    "listens_in_scheduler": _has("scheduler", "_nixl_handshake_listener"),
+    "listens_by_host": _takes("scheduler", "_nixl_handshake_listener", "host"),
+    "books_unprocessed": _says("scheduler", "build_connector_meta", "self._reqs_not_processed"),
     "encodes_metadata": lambda s: "agent_metadata_bytes" in s.fields("NixlHandshakePayload"),
-    "meets_one_rank": lambda s: "return {p_remote_rank: " in s.body(s.worker, "_nixl_handshake"),
-    "compares_block_sizes_first": lambda s: (
-        "metadata.block_size <= self.block_size" in s.body(s.worker, "_nixl_handshake")
+    "meets_one_rank": _says("worker", "_nixl_handshake", "return {p_remote_rank: "),
+    "compares_block_sizes_first": _says(
+        "worker", "_nixl_handshake", "metadata.block_size <= self.block_size"
     ),
     "topology_has_block_size": lambda s: "block_size" in s.fields("TpKVTopology"),
     "cuts_blocks": lambda s: (
         "self._physical_blocks_per_logical_kv_block = "
         in s.body(s.worker, "__init__") + s.body(s.worker, "register_kv_caches")
     ),
-    "backends_tell_state": lambda s: (
-        s.method("vllm.v1.attention.backend", "AttentionBackend.is_ssm") is not None
-    ),
-    "keeps_load_metadata": lambda s: "self._recving_metadata" in s.body(s.worker, "__init__"),
-    "divides_own_blocks": lambda s: (
-        "self.src_xfer_handles_by_tp_ratio" in s.body(s.worker, "__init__")
-    ),
-    "books_cuts_of_peers": lambda s: (
-        "self._physical_blocks_per_logical: " in s.body(s.worker, "__init__")
-    ),
-    "has_channels_first": lambda s: (
-        "assert is_conv_state_dim_first()" in s.body(s.worker, "__init__")
-    ),
-    "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
+    "backends_tell_state": _has("vllm.v1.attention.backend", "AttentionBackend.is_ssm"),
+    "keeps_load_metadata": _says("worker", "__init__", "self._recving_metadata"),
+    "divides_own_blocks": _says("worker", "__init__", "self.src_xfer_handles_by_tp_ratio"),
+    "books_cuts_of_peers": _says("worker", "__init__", "self._physical_blocks_per_logical: "),
+    "has_channels_first": _says("worker", "__init__", "assert is_conv_state_dim_first()"),
+    "keeps_aborted_blocks": _says(_SCHEDULER, "Scheduler.finish_requests", "delay_free_blocks"),
     "expands_remote_blocks": _expands_remote_blocks,
     "has_cache_groups": _has_cache_groups,
-    "counts_tokens_of_failed": lambda s: (
-        "num_scheduled_tokens"
-        in s.parameters(_SCHEDULER, "Scheduler._update_requests_with_invalid_blocks")
+    "counts_tokens_of_failed": _takes(
+        _SCHEDULER, "Scheduler._update_requests_with_invalid_blocks", "num_scheduled_tokens"
     ),
     "counts_one_head": _counts_one_head,
-    "reads_its_share": lambda s: (
-        "local_physical_heads" in s.body(s.worker, "_validate_remote_agent_handshake")
-    ),
-    "reads_back": lambda s: (
-        "self.is_bidirectional_kv_xfer_enabled" in s.body(s.scheduler, "__init__")
-    ),
-    "reorders_for_cpu": lambda s: s.method(s.worker, _REORDERS) is not None,
+    "reads_its_share": _says("worker", "_validate_remote_agent_handshake", "local_physical_heads"),
+    "reads_back": _says("scheduler", "__init__", "self.is_bidirectional_kv_xfer_enabled"),
+    "reorders_for_cpu": _has("worker", _REORDERS),
     "ends_by_reordering": lambda s: (
         _cache_shape(s) != "keys first" and "index_select(1, " in s.body(s.worker, _REORDERS)
     ),
     "reserves_drafted_blocks": _reserves_drafted_blocks,
-    "grants_leases": lambda s: "self._lease_extension = " in s.body(s.worker, "__init__"),
+    "grants_leases": _says("worker", "__init__", "self._lease_extension = "),
     "lists_drafted_blocks": lambda s: (
         "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
     ),
-    "throttles_prefills": lambda s: (
-        "throttle_prefills" in s.parameters(_SCHEDULER, "Scheduler.schedule")
-    ),
-    "frees_blocks_later": lambda s: (
-        s.method(_BLOCK_MANAGER, "KVCacheManager.pop_blocks_for_free") is not None
-    ),
+    "throttles_prefills": _takes(_SCHEDULER, "Scheduler.schedule", "throttle_prefills"),
+    "frees_blocks_later": _has(_BLOCK_MANAGER, "KVCacheManager.pop_blocks_for_free"),
     "plans_transfers": _plans_transfers,
     "names_layouts": lambda s: (
         "KVCacheLayout[" in s.body(s.worker, "post_process_device_kv_on_receive")
@@ -537,15 +514,16 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "self.defer_block_free" in s.core("__init__")
         and ("_skip_zero_block_ids" in s.core("schedule") or "skip_zeroing" in s.core("schedule"))
     ),
-    "can_sleep": lambda s: s.method(s.worker, "unregister_kv_caches") is not None,
+    "can_sleep": _has("worker", "unregister_kv_caches"),
     "stats": _stats,
-    "asks_scheduler_for_stats": lambda s: (
-        "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()"
-        in s.core("update_from_output")
+    "asks_scheduler_for_stats": _says(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()",
     ),
     "server_arguments": _server_arguments,
     "groups_layers_first": lambda s: (
-        "get_global_kv_cache_groups(" in text(s.release, f"{_V1}.engine.core")
+        "get_global_kv_cache_groups(" in text(s.release, "vllm.v1.engine.core")
     ),
     "takes_kv_rank": lambda s: any(
         "    kv_rank: " in text(s.release, module)
@@ -556,14 +534,13 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         and "HMA does not support different remote block size"
         not in s.body(s.worker, "_validate_remote_agent_handshake")
     ),
-    "reads_states_by_latents": lambda s: (
-        "self.use_mla and tp_ratio < 0 and (not self._has_mamba)"
-        in s.body(s.reader, "_read_blocks_for_req")
+    "reads_states_by_latents": _says(
+        "reader", "_read_blocks_for_req", "self.use_mla and tp_ratio < 0 and (not self._has_mamba)"
     ),
     "side_channel_port": lambda s: _number_in_environment(s, "VLLM_NIXL_SIDE_CHANNEL_PORT"),
     "blocks_kept_seconds": _blocks_kept_seconds,
-    "pairs_heads_by_layout": lambda s: (
-        "is_block_contiguous" in s.body(s.worker, "post_process_device_kv_on_receive")
+    "pairs_heads_by_layout": _says(
+        "worker", "post_process_device_kv_on_receive", "is_block_contiguous"
     ),
 }
 

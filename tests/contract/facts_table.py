@@ -10,13 +10,13 @@ from itertools import pairwise
 
 from kvpatch.core.releases import FACTS, Place, ReleaseFacts
 
-from .tables import markdown
+from .tables import rows_below
 
 _NAMES = ("release", "generation")
 _FIELD = re.compile(r"((?:^    #: .*\n)+)^    (\w+): ", re.MULTILINE)
 
 
-def tables() -> str:
+def parts() -> list[tuple[str, str]]:
     """A table of the facts, and one of what changed."""
     facts = [(f"`{name}`", meaning) for name, meaning in meanings().items()]
     rows = [
@@ -24,12 +24,10 @@ def tables() -> str:
         for old, new in pairwise(FACTS.values())
         if _changes(old, new)
     ]
-    return (
-        "\n## What kvpatch has to know of a release\n\n"
-        + markdown(("fact", "what it says"), facts)
-        + "\n## What each release changed\n\nAgainst the one before.\n\n"
-        + markdown(("vLLM", "changed"), rows)
-    )
+    return [
+        rows_below(("fact", "what it says"), facts),
+        rows_below(("vLLM", "changed"), rows),
+    ]
 
 
 def meanings() -> dict[str, str]:

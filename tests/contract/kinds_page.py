@@ -4,56 +4,89 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, SPECS, WITH_DTYPE, WITH_VARIABLE, Kind
 
-from .kinds_played import played
+from .tables import ROOT, remade, rows_below
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
+PAGE = ROOT / "docs" / "explanation" / "kinds.md"
 
-_HEAD = """\
-# Kinds of cache
 
-What does a block hold, and what may be done with it? Written by `python -m tests.contract --write` from
-`kvpatch/worker/cache_kinds.py`, which was read from the sources of all supported releases.
+#: By what a block holds: a file of the lab, and a test in it.
+PLAYED: Mapping[str, tuple[str, str]] = {
+    "a latent of each token": ("test_unlike_engines.py", "test_unlike_pair_is_identical"),
+    "keys and values of each token": ("test_unlike_engines.py", "test_unlike_pair_is_identical"),
+    "keys and values of each token, packed, their scales beside them": (
+        "test_layer_kinds.py",
+        "turboquant",
+    ),
+    "the state behind a block's tokens": (
+        "test_kvcached_state.py",
+        "test_state_moves_with_attention",
+    ),
+    "a ring of what is not compressed yet": ("test_layer_kinds.py", "qsa"),
+    "an indexer's values of all tokens, then their scales": (
+        "test_kinds.py",
+        "test_indexers_of_unlike_ranks",
+    ),
+    "compressed latents of all tokens, then their scales": ("test_layer_kinds.py", "deepseek-v4"),
+    "keys in tiles of a block, packed by the hardware's rules": ("test_layer_kinds.py", "tiles"),
+    "keys or summaries that stand for several tokens": ("test_layer_kinds.py", "summaries"),
+    "packed keys of all heads, then their scales, and values likewise": (
+        "test_layer_kinds.py",
+        "nvfp4",
+    ),
+    "packed values of all tokens of a head, then their scales": (
+        "test_layer_kinds.py",
+        "nvfp4 by head",
+    ),
+    "several positions to a token": ("test_layer_kinds.py", "whisper"),
+    "shuffled keys and values, in tiles of a whole block": (
+        "test_kinds.py",
+        "test_shuffled_keys_are_never_rows",
+    ),
+    "two slots, keys and values of all heads": (
+        "test_kinds.py",
+        "test_slots_of_all_heads_are_never_cut",
+    ),
+}
 
-| a block holds | what kvpatch does |
-|---|---|
-| **rows of tokens** | pairs them by token with blocks of any size and layout, splits them over any ranks, and zeroes the tokens behind the last one. A CPU's keys by column, and tiles (AMX, bfloat16), are axes of strides too |
-| a **whole** | moves it whole between equal kernel blocks and equal heads; never cuts or zeroes it. Other peers are refused |
-| a whole, and smaller ones **join** | from 0.32 on vLLM itself reads a P of smaller blocks; kvpatch hands it the blocks that belong together |
-| a **recurrent state** | moves it whole between equal ranks. From 0.20 on each rank's share of Mamba2, Mamba1 and gated delta nets (x, B and C; q, k and v) moves to the ranks that have it; other kinds are refused between unlike ranks |
+#: The same, and the reason.
+NOT_PLAYED: Mapping[str, str] = {
+    "what two backends hold": "vLLM makes such backends of two with rows alone, and those are "
+    "played as rows (`test_layer_kinds.py`, composite)",
+    "nothing of its own": "the backend of models without attention (0.10), of which nothing is "
+    "registered",
+}
 
-A backend or `KVCacheSpec` that is not in the table below may hold anything. vLLM reads it between like
-engines, it moves whole behind a host buffer, and a peer of another geometry is refused with its name.
-A backend that vLLM derives for chunked local, cross or encoder attention, sinks or fast prefill holds
-what its base holds.
 
-!!! warning
-    No handshake states `VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT`: set it on both sides or on neither. AITER's
-    shuffled fp8 caches keep scales outside of the cache, which no release transfers.
-
-"Played by" names tests of `tests/lab`: real connectors over real NIXL in host memory, in like pairs, in
-heterogeneous ones and with a spoiled cache. In `test_layer_kinds.py` the release itself lays out the
-specs of its models (from 0.29 on).
-
-| a block holds | so it is | told by | played by |
-|---|---|---|---|
-"""  # noqa: E501
+def _played(contents: str) -> str:
+    """Who plays a kind, in words."""
+    if contents in NOT_PLAYED:
+        return f"not played: {NOT_PLAYED[contents]}"
+    file, test = PLAYED[contents]
+    return f"`{file}`, {test}"
 
 
 def page() -> str:
     """The whole document."""
     rows = [
-        f"| {kind.contents} | {kind.holds.value}{_heads(kind)} | {', '.join(sorted(names))} | "
-        f"{played(kind.contents)} |"
+        (
+            kind.contents,
+            kind.holds.value + _heads(kind),
+            ", ".join(sorted(names)),
+            _played(kind.contents),
+        )
         for kind, names in sorted(
             kinds().items(), key=lambda of: (of[0].holds.name, of[0].contents)
         )
     ]
     silent = ", ".join(f"`{name}`" for name, kind in SPECS.items() if kind is None)
-    return _HEAD + "\n".join(rows) + f"\n\nSpecs that say nothing beside the backend: {silent}.\n"
+    return remade(
+        PAGE,
+        rows_below(("a block holds", "so it is", "told by", "played by"), rows),
+        (r"(Specs that say nothing beside the backend: ).*(?=\.\n)", silent),
+    )
 
 
 def kinds() -> Mapping[Kind, list[str]]:

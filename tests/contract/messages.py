@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import kvpatch.core.errors
 from kvpatch.core.errors import Mistake
+
+from .tables import ROOT
 
 GAP = "…"
 #: A cure that is put together at run time.
@@ -20,7 +21,6 @@ _ERROR = "KvpatchError"
 _FORMAT = re.compile(r"%(?:\.\d+)?[sdrf]")
 #: Commands that a person runs; what they say is no engine's.
 _TOOLS = ("verify", "cli.py")
-KVPATCH = Path(__file__).resolve().parents[2] / "kvpatch"
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,16 @@ class Refusal:
 
 
 @cache
+def modules() -> dict[str, ast.Module]:
+    """kvpatch's own modules, by their paths in the checkout."""
+    paths = sorted((ROOT / "kvpatch").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+@cache
 def trees() -> tuple[ast.Module, ...]:
     """kvpatch's own modules, but for the tools."""
-    paths = [p for p in sorted(KVPATCH.rglob("*.py")) if not set(_TOOLS) & set(p.parts)]
-    return tuple(ast.parse(path.read_text()) for path in paths)
+    return tuple(tree for path, tree in modules().items() if not set(_TOOLS) & set(path.split("/")))
 
 
 def templates(found: Iterable[ast.Module]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from . import (
     vex,
 )
 
-#: Made whole, from code and data.
+#: Tables and lists are made from code and data; the prose between them stays (tables.remade).
 GENERATED: dict[Path, Callable[[], str]] = {
     documents.PATCHES_MD: documents.patches_md,
     kinds_page.PAGE: kinds_page.page,

@@ -10,15 +10,6 @@ from .tables import ROOT, markdown
 
 PAGE = ROOT / "docs" / "reference" / "refusals.md"
 
-_HEAD = """\
-# Refusals
-
-What does kvpatch refuse, and what should you change? Search this page for a few words of the line
-in your log; `…` stands for a value that is filled in at run time. A refusal at the handshake begins
-with `engine … cannot be read: it has …; we have …;`. [Log lines and what to do](log_lines.md) has
-the other lines. Written by `python -m tests.contract --write` from the code.
-"""
-
 #: An instruction, to the end of the sentence.
 _CURE = re.compile(
     r"(?:^|(?:[:;.,]|\bor\b)\s+)(?:then |or |and )?"
@@ -128,7 +119,7 @@ def page() -> str:
             continue
         moment = named[refusal.error]
         rows.setdefault(moment.title, set()).add(_row(refusal, moment))
-    parts = [_HEAD]
+    parts = [PAGE.read_text().partition("\n## ")[0]]
     for moment in MOMENTS:
         found = sorted(rows[moment.title])
         mistakes = [row for row in found if row[1] != moment.cure]

@@ -10,32 +10,23 @@ from tests.lab import table
 from tests.lab.releases import states_block_size, states_kernel_blocks, states_layout
 
 from . import facts_table
-from .tables import ROOT, markdown
+from .tables import ROOT, remade, rows_below
 
 PAGE = ROOT / "docs" / "reference" / "releases.md"
-
-_HEAD = f"""\
-# Releases
-
-Which vLLM does kvpatch support? {len(RELEASES)} releases, {RELEASES[0]} to {RELEASES[-1]}, with any
-local version (`+cpu`, `+cu129`), and [other builds](other_builds.md) with the code of one of them.
-Written by `python -m tests.contract --write` from the code and from the lab's results.
-
-| column | meaning |
-|---|---|
-| generation | releases that are tested alike; `KVPATCH_GENERATION` takes it for its newest release |
-| handshake leaves open | what D must learn otherwise ([old releases](../how-to/old_releases.md)) |
-| not needed | [patches](patches.md) that this release does without |
-| stock, kvpatch on D | identical pairs, and **silently wrong** ones, of those that the lab plays ([heterogeneous pairs](../evidence/heterogeneous.md)) |
-
-"""  # noqa: E501
 
 
 def page() -> str:
     """The whole document."""
-    rows = [_row(facts) for facts in FACTS.values()]
     columns = ("vLLM", "generation", "handshake leaves open", "not needed", "stock", "kvpatch on D")
-    return _HEAD + markdown(columns, rows) + facts_table.tables()
+    return remade(
+        PAGE,
+        (
+            r"()\d+ releases, \S+ to [^,]+",
+            f"{len(RELEASES)} releases, {RELEASES[0]} to {RELEASES[-1]}",
+        ),
+        rows_below(columns, [_row(facts) for facts in FACTS.values()]),
+        *facts_table.parts(),
+    )
 
 
 def _row(facts: ReleaseFacts) -> tuple[str, ...]:

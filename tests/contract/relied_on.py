@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.recognise import BASES, OVERRIDES, Source
+from kvpatch.core.recognise import BASES, OVERRIDES
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.patches import load
-from tests.releases import cache as trees
 
 from . import facts as probes
-from .source import Method, classes, text
+from .source import Method, classes, code_of, text
 from .tables import ROOT
 
 #: A module and a name in it, as :meth:`kvpatch.core.recognise.Source.fingerprint` takes them.
@@ -52,7 +51,7 @@ def _wrapped(facts: ReleaseFacts) -> Iterator[tuple[Code, frozenset[str]]]:
             if not site.owner:  # of a function, those that call it count
                 for caller in (seams.nixl_handshake(facts), seams.handshake_listener(facts)):
                     slugs.setdefault(caller, set()).add(patch.slug)
-    source = Source(trees.tree(facts.release))
+    source = code_of(facts.release)
     for site, users in slugs.items():
         by, name = frozenset(users), site.name_in_module
         yield (site.module, name), by

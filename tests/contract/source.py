@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
+from kvpatch.core.recognise import Source
 from tests.releases import cache as trees
 
 
@@ -25,41 +25,37 @@ class Method:
     lines: tuple[str, ...]
 
 
+def code_of(release: str) -> Source:
+    """The code of a release, as a build that is not listed is read."""
+    return _code(trees.tree(release))
+
+
 def method(release: str, module: str, qualified_name: str) -> Method | str:
     """The method, or a clause that says what stands in its place."""
-    path = _path(release, module)
-    if path is None:
+    source = code_of(release)
+    if not source.text(module):
         return f"no module {module}"
+    found = source.definition(module, qualified_name)
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        return _method(found)
     owner, _, name = qualified_name.rpartition(".")
-    body: list[ast.stmt] = _parse(path).body
-    for part in owner.split(".") if owner else []:
-        found = [n for n in body if isinstance(n, ast.ClassDef) and n.name == part]
-        if not found:
-            return f"no class {owner} in {module}"
-        body = found[-1].body
-    functions = [
-        n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name
-    ]
-    imports = (n for n in body if isinstance(n, ast.ImportFrom) and not owner)
-    origin = next((n.module for n in imports if name in [a.name for a in n.names]), None)
-    if not functions and origin is not None:
-        return method(release, origin, name)
-    if not functions:
-        return f"{owner or module} defines no {name}"
-    return _method(functions[-1])
+    if owner and not isinstance(source.definition(module, owner), ast.ClassDef):
+        return f"no class {owner} in {module}"
+    for node in _parse(source.text(module)).body if not owner else ():
+        if isinstance(node, ast.ImportFrom) and name in [a.name for a in node.names]:
+            return method(release, str(node.module), name)
+    return f"{owner or module} defines no {name}"
 
 
 def classes(release: str, module: str) -> list[ast.ClassDef]:
     """The classes of a module, nested ones too; none where there is no such module."""
-    path = _path(release, module)
-    found = () if path is None else ast.walk(_parse(path))
+    found = ast.walk(_parse(text(release, module)))
     return [node for node in found if isinstance(node, ast.ClassDef)]
 
 
 def text(release: str, module: str) -> str:
     """A module's text, empty where there is no such module."""
-    path = _path(release, module)
-    return "" if path is None else path.read_text(encoding="utf-8")
+    return code_of(release).text(module)
 
 
 def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
@@ -72,21 +68,9 @@ def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     names += [a.arg for a in arguments.kwonlyargs]
     if arguments.kwarg:
         names.append(f"**{arguments.kwarg.arg}")
-    body = function.body
-    if ast.get_docstring(function, clean=False) is not None:
-        body = body[1:]
-    text = ast.unparse(ast.Module(body, []))
-    return Method(kind, tuple(names), tuple(text.splitlines()))
+    body = function.body[ast.get_docstring(function, clean=False) is not None :]
+    return Method(kind, tuple(names), tuple(ast.unparse(ast.Module(body, [])).splitlines()))
 
 
-def _path(release: str, module: str) -> Path | None:
-    base = trees.tree(release).joinpath(*module.split("."))
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
-
-
-@cache
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+_code = cache(Source)
+_parse = cache(ast.parse)

@@ -61,8 +61,34 @@ def names_of(text: str) -> list[str]:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, a line for each row."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+    return _lines([columns, ["---"] * len(columns), *rows])
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
+
+
+def remade(page: Path, *parts: tuple[str, str]) -> str:
+    """The page's text with some of its parts made anew; the prose around them is its own.
+
+    Args:
+        parts: a pattern whose group stays, and what stands behind that group.
+
+    Raises:
+        LookupError: the page has no such part, or several.
+    """
+    text = page.read_text()
+    for pattern, new in parts:
+        text, count = re.subn(pattern, lambda found, new=new: found[1] + new, text)
+        if count != 1:
+            raise LookupError(f"{page.name}: expected one place of {pattern!r}, found {count}")
+    return text
+
+
+def rows_below(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[str, str]:
+    """A part of a page: the rows of the table that has these columns."""
+    head = re.escape(f"| {' | '.join(columns)} |\n")
+    return rf"({head}\|[-| ]+\|\n)(?:\|.*\n)*", _lines(rows)
 
 
 def _filled(found: re.Match[str], has_source: bool) -> str:

@@ -7,20 +7,14 @@ import inspect
 import pytest
 
 from kvpatch.core.ledger import Parts, Site, Step
-from kvpatch.core.recognise import Source
+from kvpatch.core.recognise import Source, tables
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import load
 from kvpatch.session import RAY_VARIABLES
-from tests.releases.fetch import fetch
 
 from . import contract, documents, source
 
-pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees():
-    fetch(RELEASES)
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -34,7 +28,7 @@ def test_every_patch_has_an_outcome_and_none_is_refused(release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
-    assert contract.fingerprints(release, FACTS[release]) == contract.recorded()[release]
+    assert contract.fingerprints(release, FACTS[release]) == tables()[release]
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -85,53 +79,41 @@ def test_patches_md_is_fresh():
     assert found == expected, "run python -m tests.contract --write"
 
 
-class TestNegativeControl:
-    """The checks above fail on source that has moved."""
+@pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        ("def register_kv_caches(self, kv_caches): return 1", ""),
+        ("def register_kv_caches(self, kv_caches, more): return 1", "(self, kv_caches, more)"),
+        ("@staticmethod\n    def register_kv_caches(self, kv_caches): return 1", "staticmethod"),
+        ("def another(self): return 1", "defines no register_kv_caches"),
+    ],
+)
+def test_negative_control_a_site_that_has_moved_is_noticed(definition, says, tmp_path, monkeypatch):
+    patch = next(patch for patch in load() if patch.slug == "unlike_engines")
+    site = next(iter(patch.sites(FACTS[RELEASES[-1]])))
+    monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
+    path = tmp_path / "9.9.9" / (site.module.replace(".", "/") + ".py")
+    path.parent.mkdir(parents=True)
+    path.write_text(f"class {site.owner}:\n    {definition}\n")
 
-    @pytest.fixture
-    def drifted(self, tmp_path, monkeypatch):
-        newest = RELEASES[-1]
-        patch = next(patch for patch in load() if patch.slug == "unlike_engines")
-        site = next(iter(patch.sites(FACTS[newest])))
-        original = contract.method(newest, site.module, f"{site.owner}.{site.name}")
-        assert not isinstance(original, str)
+    found = contract.drift("9.9.9", site)
 
-        def write(definition: str) -> str:
-            monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
-            path = tmp_path / "9.9.9" / (site.module.replace(".", "/") + ".py")
-            path.parent.mkdir(parents=True)
-            path.write_text(f"class {site.owner}:\n    {definition}\n")
-            return contract.drift("9.9.9", site)
+    assert says in found if says else found == ""
 
-        return write
 
-    def test_same_parameters_pass(self, drifted):
-        assert drifted("def register_kv_caches(self, kv_caches): return 1") == ""
+def test_a_body_that_moved_has_another_fingerprint(tmp_path):
+    found = {}
+    for name, head, body in (
+        ("one", "x", "return 1"),
+        ("other body", "x", "return 2"),
+        ("other parameter", "y", "return 1"),
+        ("comment and annotation", "x: int", "return 1  # same"),
+    ):
+        (tmp_path / name).mkdir()
+        text = f"def f({head}):\n    '''Doc {name}.'''\n    {body}\n"
+        (tmp_path / name / "m.py").write_text(text)
+        found[name] = Source(tmp_path / name).fingerprint("m", "f", "")
 
-    def test_another_parameter(self, drifted):
-        found = drifted("def register_kv_caches(self, kv_caches, more): return 1")
-        assert "(self, kv_caches, more)" in found
-
-    def test_another_kind(self, drifted):
-        found = drifted("@staticmethod\n    def register_kv_caches(self, kv_caches): return 1")
-        assert "staticmethod" in found
-
-    def test_gone(self, drifted):
-        assert "defines no register_kv_caches" in drifted("def another(self): return 1")
-
-    def test_a_body_that_moved_has_another_fingerprint(self, tmp_path):
-        found = {}
-        for name, head, body in (
-            ("one", "x", "return 1"),
-            ("other body", "x", "return 2"),
-            ("other parameter", "y", "return 1"),
-            ("comment and annotation", "x: int", "return 1  # same"),
-        ):
-            (tmp_path / name).mkdir()
-            text = f"def f({head}):\n    '''Doc {name}.'''\n    {body}\n"
-            (tmp_path / name / "m.py").write_text(text)
-            found[name] = Source(tmp_path / name).fingerprint("m", "f", "")
-
-        # The same with each version of Python.
-        assert found["one"] == found["comment and annotation"] == "7aa1563840dc"
-        assert len({*found.values()}) == 3
+    # The same with each version of Python.
+    assert found["one"] == found["comment and annotation"] == "7aa1563840dc"
+    assert len({*found.values()}) == 3

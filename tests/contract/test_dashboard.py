@@ -9,7 +9,7 @@ import pytest
 
 from kvpatch.observe.catalogue import DESCRIPTION, METRICS
 
-from .dashboard import CHOSEN, DASHBOARD, QUESTIONS, Question
+from .metrics_page import CHOSEN, DASHBOARD, QUESTIONS, Question
 
 pytestmark = pytest.mark.contract
 

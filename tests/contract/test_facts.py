@@ -10,17 +10,11 @@ import pytest
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, Place, ReleaseFacts
 from tests.releases import cache
-from tests.releases.fetch import fetch
 
 from . import facts
 from .__main__ import _compare
 
-pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees():
-    fetch(RELEASES)
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -13,7 +13,8 @@ from kvpatch.peer.peer_hash import BACKENDS as TRIED
 from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 
-from . import kinds_page, kinds_played
+from .kinds_page import NOT_PLAYED, PLAYED, kinds
+from .tables import ROOT
 
 pytestmark = pytest.mark.contract
 
@@ -74,22 +75,20 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     assert WITH_VARIABLE.keys() <= BACKENDS.keys()
 
 
-def test_the_page_is_the_tables() -> None:
-    assert kinds_page.PAGE.read_text() == kinds_page.page()
-
-
 def test_every_kind_is_played_or_has_a_reason() -> None:
-    found = {kind.contents for kind in kinds_page.kinds()}
-
-    assert found == kinds_played.PLAYED.keys() | kinds_played.NOT_PLAYED.keys()
-    assert not kinds_played.PLAYED.keys() & kinds_played.NOT_PLAYED.keys()
-    assert all(kinds_played.NOT_PLAYED.values())
+    assert sorted({kind.contents for kind in kinds()}) == sorted([*PLAYED, *NOT_PLAYED])
+    assert all(NOT_PLAYED.values())
 
 
-@pytest.mark.parametrize(("file", "test"), sorted(set(kinds_played.PLAYED.values())))
+@pytest.mark.parametrize(("file", "test"), sorted(set(PLAYED.values())))
 def test_what_plays_a_kind_is_there(file: str, test: str) -> None:
-    assert kinds_played.is_there(file, test)
-    assert not kinds_played.is_there(file, "test_" + test)
+    """By the name of a test, or of a model in its table."""
+    text = (ROOT / "tests" / "lab" / file).read_text()
+
+    found = [
+        f"def {name}(" in text or f'    "{name}": Model(' in text for name in (test, f"test_{test}")
+    ]
+    assert found == [True, False]
 
 
 def test_backends_that_are_derived_have_these_names() -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from experiments.gpu.__main__ import STAGES
 
+from .messages import modules
+from .tables import ROOT
+
 pytestmark = pytest.mark.contract
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LINT = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
 
@@ -31,7 +33,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_layers_are_kept() -> None:
-    done = _lint(_ROOT)
+    done = _lint(ROOT)
 
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -39,9 +41,9 @@ def test_the_layers_are_kept() -> None:
 def test_an_import_for_types_alone_counts(tmp_path: Path) -> None:
     for name in ("kvpatch", "experiments"):
         shutil.copytree(
-            _ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.sh")
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.sh")
         )
-    shutil.copy(_ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     module = tmp_path / "kvpatch" / "core" / "text.py"
     for_types = "if TYPE_CHECKING:\n    from kvpatch.core.errors import KvpatchError\n"
     module.write_text(f"{module.read_text()}\nTYPE_CHECKING = False\n{for_types}")
@@ -52,20 +54,18 @@ def test_an_import_for_types_alone_counts(tmp_path: Path) -> None:
     assert "no module imports itself by way of others BROKEN" in done.stdout, done.stdout
 
 
-def _classes(path: Path) -> list[ast.ClassDef]:
-    return [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-    ]
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def test_every_error_is_in_one_file() -> None:
-    errors = _ROOT / "kvpatch" / "core" / "errors.py"
-    known = {"Exception"} | {found.name for found in _classes(errors)}
+    errors = "kvpatch/core/errors.py"
+    known = {"Exception"} | {found.name for found in _classes(modules()[errors])}
     elsewhere = {
-        f"{path.relative_to(_ROOT)}: {found.name}"
-        for path in (_ROOT / "kvpatch").rglob("*.py")
+        f"{path}: {found.name}"
+        for path, tree in modules().items()
         if path != errors
-        for found in _classes(path)
+        for found in _classes(tree)
         if known & {ast.unparse(base).split(".")[-1] for base in found.bases}
     }
 
@@ -98,9 +98,9 @@ def _asks_for_the_environment(node: ast.AST) -> bool:
 
 def test_the_environment_is_read_in_one_place() -> None:
     found = {
-        path.relative_to(_ROOT).as_posix()
-        for path in (_ROOT / "kvpatch").rglob("*.py")
-        if any(map(_asks_for_the_environment, ast.walk(ast.parse(path.read_text()))))
+        path
+        for path, tree in modules().items()
+        if any(map(_asks_for_the_environment, ast.walk(tree)))
     }
 
     assert found == _READ_THE_ENVIRONMENT
@@ -129,20 +129,19 @@ def _imports_of_legacy(nodes: list[ast.AST]) -> bool:
 
 
 def test_what_old_releases_need_is_imported_by_patches_and_lazily() -> None:
-    trees = {
-        path.relative_to(_ROOT).as_posix(): ast.parse(path.read_text())
-        for path in (_ROOT / "kvpatch").rglob("*.py")
-        if "legacy" not in path.relative_to(_ROOT).parts
+    doors = {
+        path
+        for path, tree in modules().items()
+        if not path.startswith("kvpatch/legacy/") and _imports_of_legacy(list(ast.walk(tree)))
     }
-    doors = {name for name, tree in trees.items() if _imports_of_legacy(list(ast.walk(tree)))}
 
     assert doors == {
         f"kvpatch/patches/{name}.py" for name in ("aborted_loads", "failed_loads", "unlike_engines")
     }
-    assert not any(_imports_of_legacy(list(trees[name].body)) for name in doors)
+    assert not any(_imports_of_legacy(list(modules()[name].body)) for name in doors)
 
 
 def test_the_gpu_kits_stages_start_scripts_that_are_there() -> None:
     scripts = [command[0] for stage in STAGES.values() for command in stage.commands]
 
-    assert all(name == "-m" or (_ROOT / name).is_file() for name in scripts), scripts
+    assert all(name == "-m" or (ROOT / name).is_file() for name in scripts), scripts

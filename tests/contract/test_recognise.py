@@ -12,18 +12,20 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from typer.testing import CliRunner
 
 from kvpatch.core import recognise
 from kvpatch.core.errors import ReleaseNotKnown
 from kvpatch.core.recognise import BASES, OVERRIDES, Source, tables
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
+from kvpatch.tools.cli import app
 from tests.releases.cache import tree
-from tests.releases.fetch import fetch
 from tests.releases.renamed import renamed
 
+from .source import code_of
 from .tables import ROOT
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
 
 NEWEST = RELEASES[-1]
 _ENDS = [releases[-1] for releases in GENERATIONS.values()]
@@ -54,16 +56,6 @@ _ALIKE: dict[tuple[str, str], set[str]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trees():
-    fetch(RELEASES)
-
-
-@cache
-def _code(release: str) -> Source:
-    return Source(tree(release))
-
-
 @pytest.fixture
 def only(monkeypatch):
     """Hides all releases but one from recognition."""
@@ -74,7 +66,7 @@ def only(monkeypatch):
 def test_neighbours_are_taken_for_each_other_where_their_code_is_the_same(pair, only):
     for known, build in (pair, pair[::-1]):
         only(known)
-        code = _code(build)
+        code = code_of(build)
         differs = {
             slug
             for (module, name), found in tables()[known].items()
@@ -93,7 +85,7 @@ def test_neighbours_are_taken_for_each_other_where_their_code_is_the_same(pair, 
 
 @pytest.mark.parametrize("release", _ENDS)
 def test_every_generation_is_recognised_among_all(release):
-    found = recognise.recognise(_code(release), "9.9.9")
+    found = recognise.recognise(code_of(release), "9.9.9")
 
     same = [r for r in RELEASES if {*tables()[r].items()} == {*tables()[release].items()}]
     assert not found.moved and found.facts.release in same
@@ -102,7 +94,7 @@ def test_every_generation_is_recognised_among_all(release):
 
 @pytest.fixture(scope="module")
 def original():
-    return _code(NEWEST)
+    return code_of(NEWEST)
 
 
 class TestMutations:
@@ -234,22 +226,17 @@ _MUTATIONS = {"renamed": _rename, "reordered": _reorder, "changed": _change}
 class TestDoctor:
     """``kvpatch doctor`` on a build that is not listed."""
 
-    def _run(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        kept = {k: v for k, v in os.environ.items() if "KVPATCH" not in k}
-        done = subprocess.run(
-            [sys.executable, "-m", "kvpatch", "doctor", *arguments],
-            env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "400", **variables},
-            capture_output=True,
-            text=True,
-            check=False,
+    def _run(self, *arguments: object) -> tuple[int, str]:
+        found = CliRunner().invoke(
+            app, ["doctor", "--against", *map(str, arguments)], env={"COLUMNS": "400"}
         )
-        return done.returncode, done.stdout + done.stderr
+        return found.exit_code, found.output
 
     @pytest.mark.parametrize(("version", "release", "taken_for"), NAMES)
     def test_a_release_by_another_name(self, tmp_path, version, release, taken_for):
         build = renamed(release, version, tmp_path / "build")
 
-        status, out = self._run("--against", str(build / "vllm"))
+        status, out = self._run(build / "vllm")
 
         assert status == 0, out
         assert f"kvpatch works with vLLM {version} (as {taken_for}, by its code)" in out
@@ -266,7 +253,7 @@ class TestDoctor:
             for path in (build / "vllm-0.33.1.dist-info").iterdir():
                 archive.write(path, f"vllm-0.33.1.dist-info/{path.name}")
 
-        status, out = self._run("--against", str(wheel), "--json")
+        status, out = self._run(wheel, "--json")
 
         found = json.loads(out)
         assert status == 0 and found["vllm"] == f"0.33.1 (as {NEWEST}, by its code)"
@@ -280,7 +267,7 @@ class TestDoctor:
         text = _change((tree(NEWEST) / path).read_text(), "NixlKVConnectorStats.is_empty")
         build = renamed(NEWEST, "0.33.1", tmp_path / "build", {path: text})
 
-        status, out = self._run("--against", str(build))
+        status, out = self._run(build)
 
         assert status == 1
         assert (
@@ -289,13 +276,13 @@ class TestDoctor:
         assert out.count("refused") == 1 and "with KVPATCH_DISABLE=metrics alone" in out
 
     def test_a_listed_release(self):
-        status, out = self._run("--against", str(tree("0.15.1")))
+        status, out = self._run(tree("0.15.1"))
 
         assert status == 0 and "kvpatch works with vLLM 0.15.1" in out
 
     @pytest.mark.parametrize("name", ["", "missing", "pyproject.toml"])
     def test_no_vllm(self, name):
-        status, out = self._run("--against", str(ROOT / name))
+        status, out = self._run(ROOT / name)
 
         assert status == 2 and "expected a wheel or a folder with vllm/__init__.py" in out
 

@@ -12,21 +12,15 @@ import re
 import pytest
 
 from kvpatch.core.releases import FACTS, RELEASES
-from tests.releases.fetch import fetch
 
 from .facts import Source
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("trees")]
 
 _MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SECOND = "vllm.v1.worker.gpu.kv_connector"
 _RESULTS = r"(get_finished|get_transfer_results|get_finished_kv_transfers)\("
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees():
-    fetch(RELEASES)
 
 
 def in_order(body: str, *patterns: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from . import pages
+from . import messages, pages
 from .tables import ROOT
 
 pytestmark = pytest.mark.contract
@@ -78,8 +78,8 @@ def test_a_fragment_is_noticed() -> None:
 def test_no_two_classes_have_one_name() -> None:
     found = Counter(
         node.name
-        for path in (ROOT / "kvpatch").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in messages.modules().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     )
 

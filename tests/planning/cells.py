@@ -33,15 +33,19 @@ PLAYED: dict[Outcome, tuple[Played, ...]] = {
 }
 
 
-def pair_of(case: Case, release: str, folder: Path) -> Pair:
-    """The two engines of a case."""
-    return Pair(
-        _engine("P", case.prefill, release, folder), _engine("D", case.decode, release, folder)
-    )
+def pair_of(case: Case, release: str, folder: Path, device: str = "") -> Pair:
+    """The two engines of a case.
+
+    Args:
+        device: where both run; empty for the one that their backends are made for.
+    """
+    sides: tuple[tuple[Role, EngineSpec], ...] = (("P", case.prefill), ("D", case.decode))
+    return Pair(*(_engine(role, spec, release, folder, device) for role, spec in sides))
 
 
 @cache
-def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> PlannedEngine:
+def _engine(role: Role, spec: EngineSpec, release: str, folder: Path, device: str) -> PlannedEngine:
+    device = device or ("cpu" if spec.family == "cpu" else "cuda")
     dtype = {"fp8": "bfloat16"}.get(spec.dtype, spec.dtype)
     arguments = EngineArguments(
         source=f"{role}.yaml",
@@ -54,12 +58,12 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             "mamba_cache_dtype": spec.state_dtype or "auto",
             "kv_transfer_config": {
                 "kv_connector": "NixlConnector",
-                "kv_buffer_device": "cpu" if spec.family == "cpu" else "cuda",
+                "kv_buffer_device": device,
             },
         },
         about={
             "release": release,
-            "platform": "cpu" if spec.family == "cpu" else "cuda",
+            "platform": device,
             "attention-backend": BACKENDS[spec.family],
             "amx": spec.amx,
         },

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from kvpatch.tools.cli import app
+from .walk import TRANSFER, plan
 
 pytestmark = pytest.mark.patching
 
@@ -33,7 +32,7 @@ def _side(pair: dict[str, Any], side: str) -> dict[str, Any]:
     """A side of public.yaml: what it has by default, with P and D on two machines."""
     hosts = {"p": "10.0.0.1", "d": "10.0.0.2"}
     about = {"release": "0.32.0", "machine": side, "env": {_HOST: hosts[side]}}
-    default = {"kv-transfer-config": _TRANSFER, "kvpatch": about}
+    default = {"kv-transfer-config": TRANSFER, "kvpatch": about}
     asked = _merged(pair["both"], pair.get(side, {}))
     if "kv-transfer-config" in asked:
         default.pop("kv-transfer-config")
@@ -41,7 +40,6 @@ def _side(pair: dict[str, Any], side: str) -> dict[str, Any]:
 
 
 _HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 _CASES, _PUBLIC = _read("cases.yaml"), _read("public.yaml")
 _MODELS: dict[str, Any] = _CASES["models"] | _PUBLIC["models"]
 _PAIRS: dict[str, dict[str, Any]] = _CASES["pairs"] | {
@@ -71,18 +69,11 @@ def _write(name: str, folder: Path) -> list[str]:
     return files
 
 
-def _plan(name: str, folder: Path, *more: str) -> tuple[int, str]:
-    files = _write(name, folder)
-    found = CliRunner().invoke(app, ["plan", *files, *more], env={"COLUMNS": "400"})
-    assert isinstance(found.exception, SystemExit | None), found.exception
-    return found.exit_code, found.output
-
-
 @pytest.mark.parametrize("name", _PAIRS)
 def test_a_pair_gets_its_verdict(name: str, tmp_path: Path) -> None:
     right = _PAIRS[name]
 
-    status, output = _plan(name, tmp_path)
+    status, output = plan(*_write(name, tmp_path))
 
     assert status in right["status"], output
     assert re.search(right.get("says", ""), output), output
@@ -92,7 +83,7 @@ def test_a_pair_gets_its_verdict(name: str, tmp_path: Path) -> None:
 
 
 def test_negative_control_a_verdict_of_another_pair_is_noticed(tmp_path: Path) -> None:
-    status, output = _plan("pull_named", tmp_path, "--json")
+    status, output = plan(*_write("pull_named", tmp_path), "--json")
 
     assert status == 0 and json.loads(output)["serves"]
     assert 0 not in _PAIRS["push_vs_pull"]["status"]

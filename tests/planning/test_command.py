@@ -8,24 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvpatch.tools.cli import app
-
-from .walk import TRANSFER, write_side
+from .walk import extra, plan, transfer, write_side
 
 pytestmark = pytest.mark.patching
 
 ROOT = Path(__file__).parents[2]
 
 
-def _plan(*arguments: object) -> tuple[int, str]:
-    found = CliRunner().invoke(app, ["plan", *map(str, arguments)])
-    return found.exit_code, found.output
-
-
 def _json(*arguments: object) -> tuple[int, dict]:
-    status, output = _plan(*arguments, "--json")
+    status, output = plan(*arguments, "--json")
     return status, json.loads(output)
 
 
@@ -66,7 +58,7 @@ def test_wrong_tokens_are_told_before_they_are_served(tmp_path):
     p = write_side(tmp_path, "p", block_size=32, about=about)
     d = write_side(tmp_path, "d", block_size=128, about=about)
 
-    status, output = _plan(p, d)
+    status, output = plan(p, d)
 
     assert status == 1
     assert "wrong tokens, HTTP 200" in output
@@ -85,7 +77,7 @@ def test_prefix_hits_are_told_apart(tmp_path):
     assert "prefix hit" in found["stock"]["reason"]
 
     d = write_side(tmp_path, "d", block_size=128, no_enable_prefix_caching=True)
-    status, output = _plan(p, d)
+    status, output = plan(p, d)
     assert status == 2 and "rightly for some prompts only: use one --block-size" in output
 
 
@@ -113,10 +105,7 @@ def test_prefix_hits_are_told_apart(tmp_path):
             {"about": {"release": "0.28.0"}, "env": {"VLLM_KV_CACHE_LAYOUT": "LBHNC"}},
             "KV cache layout LBHNC: use HND or NHD",
         ),
-        (
-            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_connector_extra_config": ["UCX"]})},
-            "kv_connector_extra_config is ['UCX']",
-        ),
+        (transfer(kv_connector_extra_config=["UCX"]), "kv_connector_extra_config is ['UCX']"),
         ({"tensor_paralel_size": 2}, "did you mean tensor-parallel-size?): write that"),
         ({"tp": 2}, "did you mean tensor-parallel-size?"),
         ({"no_such_thing": True}, "not planned for: --no-such-thing"),
@@ -137,7 +126,7 @@ def test_prefix_hits_are_told_apart(tmp_path):
 def test_what_cannot_be_said_is_status_2_with_a_sentence(tmp_path, changes, says):
     p, d = write_side(tmp_path, "p"), write_side(tmp_path, "d", **changes)
 
-    status, output = _plan(p, d)
+    status, output = plan(p, d)
 
     assert status == 2
     assert says in output
@@ -149,58 +138,42 @@ def test_what_is_of_no_matter_is_let_be(tmp_path):
     env = {"VLLM_LOGGING_LEVEL": "DEBUG", "NCCL_DEBUG": "INFO", "ENABLE_KVPATCH": "true"}
     p, d = (write_side(tmp_path, role, env=env, **more) for role in "pd")
 
-    assert _plan(p, d)[0] == 0
+    assert plan(p, d)[0] == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"tensor_parallel_size": 3}, "3 ranks cannot share 32 heads and 8 KV heads"),
-        ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "both"}'}, "'both'"),
-        (
-            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_rank": 1, "kv_ip": "10.0.0.2"})},
-            "vLLM 0.32.0 has no kv_ip, kv_rank",
-        ),
-        (
-            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_bufer_device": "cuda"})},
-            "kv_bufer_device (did you mean kv_buffer_device?)",
-        ),
-        (
-            {"kv_transfer_config": json.dumps({**TRANSFER, "kv_load_failure_policy": "retry"})},
-            "kv_load_failure_policy is none",
-        ),
-        (
-            {
-                "kv_transfer_config": json.dumps(
-                    {**TRANSFER, "kv_connector_extra_config": {"kv_lease_duration": "300"}}
-                )
-            },
-            "kv_lease_duration is '300'",
-        ),
+        (transfer(kv_role="both"), "'both'"),
+        (transfer(kv_rank=1, kv_ip="10.0.0.2"), "vLLM 0.32.0 has no kv_ip, kv_rank"),
+        (transfer(kv_bufer_device="cuda"), "kv_bufer_device (did you mean kv_buffer_device?)"),
+        (transfer(kv_load_failure_policy="retry"), "kv_load_failure_policy is none"),
+        (extra(kv_lease_duration="300"), "kv_lease_duration is '300'"),
     ],
 )
 def test_an_engine_that_does_not_start_is_status_1(tmp_path, changes, says):
     p, d = write_side(tmp_path, "p"), write_side(tmp_path, "d", block_size=128, **changes)
 
-    status, output = _plan(p, d, "--json")
+    status, output = plan(p, d, "--json")
 
     assert status == 1
     assert says in output
 
 
 def test_older_releases_take_the_rank_of_a_connector(tmp_path):
-    more = {"kv_transfer_config": json.dumps({**TRANSFER, "kv_rank": 1, "kv_parallel_size": 2})}
+    more = transfer(kv_rank=1, kv_parallel_size=2)
     about = {"release": "0.31.0"}
     p, d = (write_side(tmp_path, role, block_size=64, about=about, **more) for role in "pd")
 
-    assert _plan(p, d)[0] == 0
+    assert plan(p, d)[0] == 0
 
 
 def test_a_command_is_no_file_of_arguments(tmp_path):
     p, d = write_side(tmp_path, "p"), tmp_path / "d.yaml"
     d.write_text("VLLM_KV_CACHE_LAYOUT=HND vllm serve m \\\n  --block-size 128\n")
 
-    status, output = _plan(p, d)
+    status, output = plan(p, d)
 
     assert status == 2 and "expected lines such as" in output and "JSON" not in output
 
@@ -209,9 +182,9 @@ def test_a_file_that_is_no_yaml_is_status_2(tmp_path):
     p, d = write_side(tmp_path, "p"), tmp_path / "d.yaml"
     for content in ("a: [", "- 1", "\0"):
         d.write_text(content)
-        assert _plan(p, d)[0] == 2
+        assert plan(p, d)[0] == 2
     d.unlink()
-    assert _plan(p, d)[0] == 2
+    assert plan(p, d)[0] == 2
 
 
 def test_the_section_may_stand_beside_the_file_that_vllm_takes(tmp_path):
@@ -268,34 +241,23 @@ def test_neither_vllm_nor_torch_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "status", "sentence"),
     [
-        ({"KVPATCH_PEER_KEYS": "columns"}, 0, ""),
-        ({"KVPATCH_PEER_KEYS": "tiles"}, 1, "P has another order"),
-        ({"KVPATCH_PEER_KEYS": "rows"}, 2, "write columns or tiles"),
-        (
-            {"KVPATCH_PEER_KEYS": "columns", "KVPATCH_PEER_BLOCK_SIZE": "64"},
-            1,
-            "declares blocks of",
-        ),
-        ({"KVPATCH_PEER_KEYS": "columns", "KVPATCH_TRANSFER": "staged"}, 0, ""),
-        (
-            {
-                "KVPATCH_PEER_KEYS": "columns",
-                "KVPATCH_TRANSFER": "staged",
-                "KVPATCH_STAGING_BYTES": "1024",
-            },
-            1,
-            "bytes of staging pool",
-        ),
+        ({}, 0, ""),
+        ({"PEER_KEYS": "tiles"}, 1, "P has another order"),
+        ({"PEER_KEYS": "rows"}, 2, "write columns or tiles"),
+        ({"PEER_BLOCK_SIZE": "64"}, 1, "declares blocks of"),
+        ({"TRANSFER": "staged"}, 0, ""),
+        ({"TRANSFER": "staged", "STAGING_BYTES": "1024"}, 1, "bytes of staging pool"),
     ],
 )
 def test_what_d_is_told_of_p(tmp_path, variables, status, sentence):
     """P's processor has no AMX, and no handshake says so."""
     about = {"platform": "cpu", "attention-backend": None}
     p = write_side(tmp_path, "p", about={**about, "amx": False})
-    env = {"ENABLE_KVPATCH": "true", **variables}
+    told = {"PEER_KEYS": "columns", **variables}
+    env = {"ENABLE_KVPATCH": "true"} | {f"KVPATCH_{name}": value for name, value in told.items()}
     d = write_side(tmp_path, "d", about={**about, "amx": True}, env=env)
 
-    found = _plan(p, d)
+    found, output = plan(p, d)
 
-    assert found[0] == status, found[1]
-    assert sentence in " ".join(found[1].replace("│", " ").split())
+    assert found == status, output
+    assert sentence in " ".join(output.replace("│", " ").split())

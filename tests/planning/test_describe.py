@@ -21,6 +21,7 @@ from kvpatch.tools.planning.arguments import DESCRIPTION, read_arguments
 from kvpatch.tools.planning.engine import engine_of
 
 from .described import described
+from .walk import plan
 
 pytestmark = pytest.mark.patching
 
@@ -106,19 +107,16 @@ def test_what_vllm_refuses_is_a_sentence(described: dict[str, Any]) -> None:
 # --- plans of them ------------------------------------------------------------------
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+@pytest.fixture(name="plan")
+def _plan(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     """Plans a pair of descriptions."""
 
-    def planned(p: dict[str, Any], d: dict[str, Any], *more: str) -> tuple[int, Any]:
-        files = []
-        for role, content in (("p", p), ("d", d)):
-            path = tmp_path / f"{role}.json"
+    def planned(*sides: dict[str, Any]) -> tuple[int, Any]:
+        files = [tmp_path / "p.json", tmp_path / "d.json"]
+        for path, content in zip(files, sides, strict=True):
             path.write_text(json.dumps(content))
-            files.append(str(path))
-        found = CliRunner().invoke(app, ["plan", *files, "--json", *more])
-        assert isinstance(found.exception, SystemExit | None), found.exception
-        return found.exit_code, found.output if found.exit_code == 2 else json.loads(found.output)
+        status, output = plan(*files, "--json")
+        return status, output if status == 2 else json.loads(output)
 
     return planned
 
@@ -171,14 +169,6 @@ def test_what_the_hash_tells_apart_is_refused(
     assert says in found["stock"]["reason"]
 
 
-def test_a_backend_that_is_not_known_is_no_guess(described: dict[str, Any], plan: Any) -> None:
-    status, output = plan(described[_MLA], described[_MLA])
-
-    assert (
-        status == 2 and "not planned for: latents (MLA) of the attention backend CPU_MLA" in output
-    )
-
-
 def test_another_platform_takes_its_backend_from_the_command_line(
     described: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -192,42 +182,45 @@ def test_another_platform_takes_its_backend_from_the_command_line(
     assert described["cuda"]["hash"]["factors"]["attn_backend_name"] == "FLASH_ATTN"
 
 
+def _spoilt(content: dict[str, Any], place: tuple[Any, ...], value: object) -> dict[str, Any]:
+    """A copy with another value in one place."""
+    copy = json.loads(json.dumps(content))
+    found = copy
+    for name in place[:-1]:
+        found = found[name]
+    found[place[-1]] = value
+    return dict(copy)
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("model", "place", "value", "says"),
     [
-        ({"kvpatch_description": 2}, "is a description of schema 2"),
-        ({"caches": {}}, "is no whole description"),
-        ({"hash": {}}, "is no whole description"),
+        (_QWEN, ("kvpatch_description",), 2, "is a description of schema 2"),
+        (_QWEN, ("caches",), {}, "is no whole description"),
+        (_QWEN, ("hash",), {}, "is no whole description"),
+        (_QWEN, ("caches", "layers", 1, "head_dim"), 8, "several shapes"),
+        # A backend that is not known.
+        (_MLA, ("port",), 1, "not planned for: latents (MLA) of the attention backend CPU_MLA"),
     ],
 )
-def test_another_schema_is_status_2(
-    change: dict[str, Any], says: str, described: dict[str, Any], plan: Any
+def test_what_is_not_planned_for_is_status_2(
+    model: str,
+    place: tuple[Any, ...],
+    value: object,
+    says: str,
+    described: dict[str, Any],
+    plan: Any,
 ) -> None:
-    status, output = plan({**described[_QWEN], **change}, described[_QWEN])
+    status, output = plan(_spoilt(described[model], place, value), described[model])
 
     assert status == 2 and says in output
 
 
-def test_layers_of_several_shapes_are_status_2(described: dict[str, Any], plan: Any) -> None:
-    spoilt = json.loads(json.dumps(described[_QWEN]))
-    spoilt["caches"]["layers"][1]["head_dim"] *= 2
+@pytest.mark.parametrize("command", [["python", "app.py"], ["A=b"]])
+def test_what_is_no_command_is_status_2(command: list[str]) -> None:
+    found = CliRunner().invoke(app, ["describe", "--", *command])
 
-    status, output = plan(spoilt, described[_QWEN])
-
-    assert status == 2 and "several shapes" in output
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (["--", "python", "app.py"], "starts no API server of vLLM's"),
-        (["--", "A=b"], "starts no API server of vLLM's"),
-    ],
-)
-def test_what_is_no_command_is_status_2(command: list[str], says: str) -> None:
-    found = CliRunner().invoke(app, ["describe", *command])
-
-    assert found.exit_code == 2 and says in found.output
+    assert found.exit_code == 2 and "starts no API server of vLLM's" in found.output
 
 
 def _published(content: dict[str, Any]) -> str:
@@ -284,12 +277,7 @@ def test_what_another_service_describes_is_a_short_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever answers at the URL may have written it: values of other types, and texts."""
-    odd = json.loads(json.dumps(described[_QWEN]))
-    found = odd
-    for name in place[:-1]:
-        found = found[name]
-    found[place[-1]] = value
-    shown = _published(odd)
+    shown = _published(_spoilt(described[_QWEN], place, value))
     monkeypatch.setattr(arguments, "text_of", lambda url, _: shown)
     d = tmp_path / "d.json"
     d.write_text(json.dumps(described[_QWEN]))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from experiments.engines.pairs import ROWS, Row, Side
 from experiments.engines.recorded import HYBRID_RANKS, TITLES
-from kvpatch.tools.planning.arguments import Description, EngineArguments
-from kvpatch.tools.planning.engine import Pair, engine_of
+from kvpatch.tools.planning.engine import Pair
 from kvpatch.tools.planning.verdicts import Outcome, verdicts
-from tests.lab.case import EngineSpec
+from tests.lab.case import Case, EngineSpec
 
-from .cells import state_caches
+from .cells import pair_of
 
 pytestmark = pytest.mark.patching
 
@@ -26,67 +24,31 @@ _SHOWN = {**TITLES, **HYBRID_RANKS}
 SEEN = {title: (stock, ours) for title, stock, ours in (*DATA["rows"], *RANKS["rows"])}
 PAIRS = {row.name: row for row in ROWS if row.name in _SHOWN}
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "torch_dtype": "float32",
-}
-#: As experiments/engines/models.py makes them.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "window": {
-        **_LLAMA,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 40,
-    },
-    "hybrid": {},  # described
-}
 _FAIL, _WRONG = "fail", "wrong tokens"
 
 
+def _spec(row: Row, side: Side) -> EngineSpec:
+    """As experiments/engines/models.py makes the models."""
+    return EngineSpec(
+        # The project's own attention in torch keeps rows, as FlashAttention does.
+        family="flash" if row.single.torch_attention else "cpu",
+        layout=side.layout or "HND",
+        block_tokens=side.block_tokens,
+        planned_blocks=48,
+        dtype="float32",
+        layers=4,
+        kv_heads=4,
+        head_dim=32,
+        tp_size=side.ranks,
+        window_tokens=(40, 0) if row.single.model == "window" else (0,),
+        has_state=row.single.model == "hybrid",
+        state_kind="mamba2, one group",
+    )
+
+
 def _pairs(row: Row, folder: Path) -> list[Pair]:
-    config = folder / "config.json"
-    config.write_text(json.dumps(MODELS[row.single.model]))
-
-    def described(side: Side) -> Description:
-        spec = EngineSpec(
-            "cpu", "HND", side.block_tokens, 48, dtype="float32", layers=4, kv_heads=4, head_dim=32,
-            tp_size=side.ranks, has_state=True, state_kind="mamba2, one group",
-        )  # fmt: skip
-        return Description(DATA["release"], state_caches(spec))
-
-    def engine(role: Any, side: Side) -> Any:
-        arguments = EngineArguments(
-            source=role,
-            options={
-                "model": "tiny",
-                "block_size": side.block_tokens,
-                "tensor_parallel_size": side.ranks,
-                "dtype": "float32",
-                "kv_transfer_config": {
-                    "kv_connector": "NixlConnector",
-                    "kv_role": "kv_both",
-                    "kv_buffer_device": "cpu",
-                },
-            },
-            about={
-                "release": DATA["release"],
-                "platform": "cpu",
-                # The project's own attention in torch keeps rows, as FlashAttention does.
-                "attention-backend": "FLASH_ATTN" if row.single.torch_attention else "CPU_ATTN",
-            },
-            environment={
-                "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
-                **({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {}),
-            },
-            described=described(side) if row.single.model == "hybrid" else None,
-        )
-        return engine_of(role, arguments, config)
-
-    return [Pair(engine("P", side), engine("D", row.decode)) for side in row.prefill]
+    cases = (Case(row.name, _spec(row, side), _spec(row, row.decode)) for side in row.prefill)
+    return [pair_of(case, DATA["release"], folder, device="cpu") for case in cases]
 
 
 def _said_of_stock(row: Row, folder: Path) -> set[str]:

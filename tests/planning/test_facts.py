@@ -9,48 +9,17 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import BadOptions
-from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.engine import Pair, PlannedEngine, engine_of
-from kvpatch.tools.planning.models_and_backends import read_model
+from kvpatch.tools.planning.engine import Pair
 from kvpatch.tools.planning.verdicts import Outcome, verdicts
 
-from .walk import CONFIG, write_side
+from .walk import CONFIG, extra, planned_engine
 
 pytestmark = pytest.mark.patching
 
 
-def _engine(folder: Path, role: str, **changes: Any) -> PlannedEngine:
-    path = write_side(folder, role, **changes)
-    return engine_of(role.upper(), read_arguments(str(path)))  # type: ignore[arg-type]
-
-
 def _pair(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> Pair:
-    both = {"block_size": 64}
-    return Pair(_engine(folder, "p", **{**both, **p}), _engine(folder, "d", **{**both, **d}))
-
-
-def _model(folder: Path, **changes: Any):
-    path = folder / "config.json"
-    path.write_text(json.dumps({k: v for k, v in {**CONFIG, **changes}.items() if v is not None}))
-    return read_model(path)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"layer_types": ["linear_attention"] * 32},
-        {"layer_types": ["full_attention"]},
-        {"architectures": ["FalconMambaForCausalLM"]},
-        {"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512},
-        {"global_head_dim": 512},
-        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
-        {"num_hidden_layers": None},
-        {"num_attention_heads": None},
-    ],
-)
-def test_what_is_not_planned_for_is_no_guess(tmp_path, changes):
-    with pytest.raises(BadOptions):
-        _model(tmp_path, **changes)
+    sides = (("p", p), ("d", d))
+    return Pair(*(planned_engine(folder, role, **{"block_size": 64, **of}) for role, of in sides))
 
 
 def test_the_newest_of_the_hub_cache_is_found(tmp_path, monkeypatch):
@@ -59,7 +28,7 @@ def test_the_newest_of_the_hub_cache_is_found(tmp_path, monkeypatch):
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
-    assert _engine(tmp_path, "p", model="org/name").caches.layers[31:]
+    assert planned_engine(tmp_path, "p", model="org/name").caches.layers[31:]
 
 
 def test_an_option_is_compared_word_by_word(tmp_path):
@@ -70,12 +39,8 @@ def test_an_option_is_compared_word_by_word(tmp_path):
 
 
 def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
-    off = {
-        "kv_connector": "NixlConnector",
-        "kv_connector_extra_config": {"enforce_handshake_compat": False},
-    }
-    changes = {"dtype": "float16", "kv_transfer_config": json.dumps(off)}
-    pair = _pair(tmp_path, {}, changes)
+    off = extra(enforce_handshake_compat=False)
+    pair = _pair(tmp_path, {}, {"dtype": "float16", **off})
 
     assert [one.outcome for one in verdicts(pair)] == [Outcome.WRONG, Outcome.REFUSED]
 
@@ -136,19 +101,21 @@ def test_stock_takes_unlike_processors_for_each_other(tmp_path, p_amx):
 
 
 def test_flashinfers_large_blocks_are_cut(tmp_path):
-    engine = _engine(tmp_path, "p", about={"attention-backend": "FLASHINFER"}, block_size=128)
+    engine = planned_engine(
+        tmp_path, "p", about={"attention-backend": "FLASHINFER"}, block_size=128
+    )
 
     assert (engine.kernel_tokens, engine.parts) == (64, 2)
     assert any("Blackwell" in line for line in engine.assumed)
 
 
 def test_a_release_may_lack_its_last_zero(tmp_path):
-    assert _engine(tmp_path, "p", about={"release": 0.32}).facts.release == "0.32.0"
+    assert planned_engine(tmp_path, "p", about={"release": 0.32}).facts.release == "0.32.0"
 
 
 def test_a_size_that_no_kernel_takes_is_refused(tmp_path):
     with pytest.raises(BadOptions, match="takes no blocks of 24 tokens"):
-        _engine(tmp_path, "p", block_size=24)
+        planned_engine(tmp_path, "p", block_size=24)
 
 
 @pytest.mark.parametrize(

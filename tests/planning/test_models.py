@@ -76,11 +76,23 @@ def test_negative_control_another_entry_is_noticed(
     ("changes", "says"),
     [
         ({"architectures": ["Llama4ForCausalLM"]}, "Llama4ForCausalLM"),
+        ({"architectures": ["FalconMambaForCausalLM"]}, "FalconMambaForCausalLM"),
+        (
+            {"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512},
+            "DeepseekV32ForCausalLM",
+        ),
         ({"architectures": None}, "architecture None"),
         ({"sliding_window": 512}, "layers that it does not name"),
         ({"layer_types": ["full_attention"] * 5 + ["gated"]}, "gated"),
+        ({"layer_types": ["linear_attention"] * 6}, "6 layers of linear_attention"),
+        ({"layer_types": ["full_attention"]}, "1 layers of full_attention"),
+        ({"global_head_dim": 512}, "architecture LlamaForCausalLM"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "a KV cache of its own"),
+        ({"num_hidden_layers": None}, "does not say num_hidden_layers"),
+        ({"num_attention_heads": None}, "does not say num_attention_heads"),
     ],
 )
 def test_others_are_no_guess(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    content = {**_CONFIGS["LlamaForCausalLM"], **changes}
     with pytest.raises(BadOptions, match=says):
-        _read(tmp_path, {**_CONFIGS["LlamaForCausalLM"], **changes})
+        _read(tmp_path, {name: value for name, value in content.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Two config files of a new user's, and what may be written into them."""
+"""Two config files of a new user's, what may be written into them, and what a plan says then."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.testing import CliRunner
+
+from kvpatch.tools.cli import app
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.engine import PlannedEngine, engine_of
 
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,6 +23,29 @@ CONFIG: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def transfer(**changes: Any) -> dict[str, str]:
+    """An engine's ``--kv-transfer-config`` with these entries."""
+    return {"kv_transfer_config": json.dumps({**TRANSFER, **changes})}
+
+
+def extra(**entries: Any) -> dict[str, str]:
+    """The same with these entries of its ``kv_connector_extra_config``."""
+    return transfer(kv_connector_extra_config=entries)
+
+
+def plan(*arguments: object) -> tuple[int, str]:
+    """Exit status and output of ``kvpatch plan``."""
+    found = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "400"})
+    assert isinstance(found.exception, SystemExit | None), found.exception
+    return found.exit_code, found.output
+
+
+def planned_engine(folder: Path, role: str, **changes: Any) -> PlannedEngine:
+    """The engine that a side's file describes."""
+    path = write_side(folder, role, **changes)
+    return engine_of(role.upper(), read_arguments(str(path)))  # type: ignore[arg-type]
 
 
 def write_side(folder: Path, role: str, **changes: Any) -> Path:

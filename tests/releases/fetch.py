@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvpatch.core.releases import RELEASES
 
@@ -40,27 +39,19 @@ def fetch(releases: Sequence[str]) -> None:
     missing = [r for r in releases if not cache.is_fetched(r)]
     if not missing:
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        DownloadColumn(),
-    )
-    timeout = httpx.Timeout(60.0)
     with (
-        Progress(*columns, disable=not sys.stderr.isatty()) as progress,
-        httpx.Client(follow_redirects=True, timeout=timeout) as client,
+        httpx.Client(follow_redirects=True, timeout=60.0) as client,
         ThreadPoolExecutor(_TOGETHER) as threads,
     ):
-        total = progress.add_task("vLLM source trees", total=len(missing))
         futures = [threads.submit(_fetch_missing, client, release) for release in missing]
         try:
-            for release, future in zip(missing, futures, strict=True):
-                progress.update(total, description=f"vLLM {release}")
+            for number, (release, future) in enumerate(zip(missing, futures, strict=True), 1):
                 future.result()
-                progress.advance(total)
-                if progress.disable:
-                    print(f"fetched vLLM {release}", file=sys.stderr, flush=True)
+                print(
+                    f"fetched vLLM {release}, {number} of {len(missing)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         finally:
             threads.shutdown(cancel_futures=True)
 

@@ -32,11 +32,7 @@ class RangesNotServed(RuntimeError):
 
 
 def fetch_members(
-    client: httpx.Client,
-    url: str,
-    archive: Path,
-    wanted: Callable[[str], bool],
-    on_bytes: Callable[[int], None] = lambda _: None,
+    client: httpx.Client, url: str, archive: Path, wanted: Callable[[str], bool]
 ) -> list[str]:
     """Copies the members of `url` that are `wanted` into the sparse `archive`.
 
@@ -46,12 +42,12 @@ def fetch_members(
     tail = max(0, size_bytes - _TAIL_BYTES)
     with archive.open("wb") as file:
         file.truncate(size_bytes)
-        _copy(client, url, tail, size_bytes, file, on_bytes)
+        _copy(client, url, tail, size_bytes, file)
         file.flush()
         with zipfile.ZipFile(archive) as directory:
             members = [m for m in directory.infolist() if wanted(m.filename)]
         for start, stop in _runs(members, tail):
-            _copy(client, url, start, min(stop, size_bytes), file, on_bytes)
+            _copy(client, url, start, min(stop, size_bytes), file)
     return [m.filename for m in members]
 
 
@@ -78,14 +74,7 @@ def _size_bytes(client: httpx.Client, url: str) -> int:
     return int(match[1])
 
 
-def _copy(
-    client: httpx.Client,
-    url: str,
-    start: int,
-    stop: int,
-    file: BinaryIO,
-    on_bytes: Callable[[int], None],
-) -> None:
+def _copy(client: httpx.Client, url: str, start: int, stop: int, file: BinaryIO) -> None:
     headers = {"Range": f"bytes={start}-{stop - 1}"}
     with client.stream("GET", url, headers=headers) as response:
         if response.status_code != 206:
@@ -93,6 +82,5 @@ def _copy(
         file.seek(start)
         for chunk in response.iter_bytes():
             file.write(chunk)
-            on_bytes(len(chunk))
     if file.tell() != stop:
         raise RangesNotServed(f"{url}: bytes {start} to {stop} ended at {file.tell()}")

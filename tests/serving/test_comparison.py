@@ -44,10 +44,6 @@ def _compare(observed: Observation, control: Observation = _BAD) -> SetupCompari
     )
 
 
-def test_identical_passes() -> None:
-    assert _compare(_GOOD).passed
-
-
 @pytest.mark.parametrize(
     ("observed", "where", "problem"),
     [
@@ -100,35 +96,25 @@ def test_nothing_compared_is_no_success() -> None:
     assert sentences(comparison)[0] == "nothing was compared"
 
 
-def test_prompts_batched_together_may_round_differently() -> None:
+_ROUNDED = Snapshot({"layer.0": "ax", "layer.1": "bx"}, computed_tokens=9)
+_ROUNDED_BOTH = replace(_GOOD, prefill=_ROUNDED, decode=_ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("observed", "differences"),
+    [(_ROUNDED_BOTH, []), (replace(_ROUNDED_BOTH, decode=_CACHE), ["stock/one"])],
+)
+def test_what_computes_otherwise_may_round_differently(
+    observed: Observation, differences: list[str]
+) -> None:
+    """Prompts in one batch, or a prefill engine of two ranks; the transfer must be exact."""
     cases = (_CASE, replace(_CASE, name="two"))
-    rounded = Snapshot({"layer.0": "ax", "layer.1": "bx"}, computed_tokens=9)
-    observed = replace(_GOOD, prefill=rounded, decode=rounded)
     reference = dict.fromkeys(("one", "two"), _GOOD)
-    comparison = compare(
-        cases, {"single": reference, "stock": {"one": observed, "two": replace(_GOOD)}}
-    )
-    assert comparison.passed
-    spoiled = replace(observed, decode=_CACHE)
-    comparison = compare(
-        cases, {"single": reference, "stock": {"one": spoiled, "two": replace(_GOOD)}}
-    )
-    assert list(comparison.differences) == ["stock/one"]
-
-
-def test_ranks_may_round_differently() -> None:
-    """A prefill engine of two ranks has other bytes than one alone; the transfer must not."""
-    rounded = Snapshot({"layer.0": "ax", "layer.1": "bx"}, computed_tokens=9)
-    reference = {_CASE.name: _GOOD}
-
-    def differences(observed: Observation, same_prefill: bool) -> list[str]:
-        observations = {"single": reference, "stock": {_CASE.name: observed}}
-        return list(compare((_CASE,), observations, same_prefill=same_prefill).differences)
-
-    observed = replace(_GOOD, prefill=rounded, decode=rounded)
-    assert differences(observed, same_prefill=True) == ["stock/one"]
-    assert differences(observed, same_prefill=False) == []
-    assert differences(replace(observed, decode=_CACHE), same_prefill=False) == ["stock/one"]
+    batched = compare(cases, {"single": reference, "stock": {"one": observed, "two": _GOOD}})
+    assert list(batched.differences) == differences
+    alone = {"single": {"one": _GOOD}, "stock": {"one": observed}}
+    assert list(compare((_CASE,), alone, same_prefill=False).differences) == differences
+    assert list(compare((_CASE,), alone).differences) == ["stock/one"]
 
 
 def test_prefixes_of_other_lengths_may_round_differently() -> None:

@@ -15,45 +15,45 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import drill, rolling_upgrade  # noqa: E402
 from experiments.engines import routed  # noqa: E402
-from experiments.engines.routed import Asked, Outcome, Play, Prompt, settled  # noqa: E402
+from experiments.engines.routed import KINDS, Asked, Outcome, Play, Prompt, settled  # noqa: E402
 from experiments.rolling_upgrade import Phase  # noqa: E402
 
 pytestmark = pytest.mark.serving
 
+_NONE = dict.fromkeys(KINDS[1:], 0)
+_AGAIN = {"again_right": 4, "again_wrong": 0, "again_failed": 0}
 _ROW = drill.Row(
-    pair="both",
-    scene="stale",
-    requests=8,
-    right=4,
-    wrong=0,
-    failed_at_p=0,
-    failed_at_d=4,
-    broken_at_p=0,
-    broken_at_d=0,
-    no_answer=0,
-    again_right=4,
-    again_wrong=0,
-    again_failed=0,
-    counted_at_p=0,
-    counted_at_d=4,
-    ended=[],
-    said={},
+    pair="both", scene="stale", requests=8, right=4, **_NONE | {"failed_at_d": 4}, **_AGAIN,
+    counted_at_p=0, counted_at_d=4, ended=[], said={},
+)  # fmt: skip
+_PHASE = Phase(
+    engines="kvpatch on D", old="1.0", new="2.0", order="P first", way="beside",
+    between="1.0 → 1.0", requests=8, right=8, **_NONE, said={}, reads=8,
+)  # fmt: skip
+
+
+def _missed(*rows: drill.Row | Phase) -> list[str]:
+    goals = drill.goals if isinstance(rows[0], drill.Row) else rolling_upgrade.goals
+    return [goal.name for goal in goals(rows) if not goal.is_met]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"right": 3, "wrong": 1}, ["both, stale: wrong answers"]),
+        ({"again_wrong": 1}, ["both, stale: wrong answers"]),
+        ({"right": 3, "no_answer": 1}, ["both, stale: without an answer"]),
+        ({"again_failed": 1}, ["both, stale: without an answer"]),
+        ({"ended": ["D"]}, ["both, stale: engines that ended by themselves"]),
+        ({"right": 3}, ["both, stale: requests not told of once"]),
+        ({"right": 5}, ["both, stale: requests not told of once"]),
+    ],
 )
-
-
-def _missed(*rows: drill.Row) -> list[str]:
-    return [goal.name for goal in drill.goals(rows) if not goal.is_met]
-
-
-def test_what_must_be_so_of_kvpatch_on_both_sides() -> None:
-    assert _missed(_ROW) == []
-    assert _missed(replace(_ROW, right=3, wrong=1)) == ["both, stale: wrong answers"]
-    assert _missed(replace(_ROW, again_wrong=1)) == ["both, stale: wrong answers"]
-    assert _missed(replace(_ROW, right=3, no_answer=1)) == ["both, stale: without an answer"]
-    assert _missed(replace(_ROW, again_failed=1)) == ["both, stale: without an answer"]
-    assert _missed(replace(_ROW, ended=["D"])) == ["both, stale: engines that ended by themselves"]
-    for right in (3, 5):
-        assert _missed(replace(_ROW, right=right)) == ["both, stale: requests not told of once"]
+def test_what_must_be_so_of_kvpatch_on_both_sides(
+    changes: dict[str, Any], missed: list[str]
+) -> None:
+    assert _missed(replace(_ROW, **changes)) == missed
 
 
 def test_a_drill_in_which_stock_is_right_has_shown_nothing() -> None:
@@ -63,15 +63,29 @@ def test_a_drill_in_which_stock_is_right_has_shown_nothing() -> None:
     assert _missed(replace(stock, scene="link"), replace(_ROW, pair="d-alone", wrong=8)) == []
 
 
-def _prompts(count: int) -> list[Prompt]:
-    return [Prompt((number,), (7,)) for number in range(count)]
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"wrong": 1}, ["P first, beside, 1.0 → 1.0: wrong answers"]),
+        ({"no_answer": 1}, ["P first, beside, 1.0 → 1.0: without an answer"]),
+        ({"failed_at_d": 1}, ["P first, beside, 1.0 → 1.0: failures"]),
+        ({"reads": 7}, ["P first, beside: reads for 8 answers"]),
+        ({"way": "killed", "between": "P is replaced, 1.0 → 1.0", "broken_at_p": 8}, []),
+        # A stock fleet that takes no harm has tried nothing.
+        ({"engines": "stock"}, ["stock: wrong or failed at D"]),
+        ({"engines": "stock", "failed_at_d": 1}, []),
+    ],
+)
+def test_what_must_be_so_of_a_rolling_upgrade(changes: dict[str, Any], missed: list[str]) -> None:
+    assert _missed(replace(_PHASE, **changes)) == missed
 
 
 def test_a_request_that_is_never_answered_is_one_without_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(routed, "PATIENCE_S", 0.05)
-    first, second = _prompts(2)
+    first, second = (Prompt((number,), (7,)) for number in range(2))
 
     async def found() -> Sequence[Outcome]:
         async def right() -> Outcome:
@@ -81,12 +95,8 @@ def test_a_request_that_is_never_answered_is_one_without_an_answer(
             await asyncio.sleep(60)
             raise AssertionError
 
-        return await settled(
-            [
-                Asked(first, asyncio.create_task(right())),
-                Asked(second, asyncio.create_task(never())),
-            ]
-        )
+        asked = ((first, right()), (second, never()))
+        return await settled([Asked(one, asyncio.create_task(work)) for one, work in asked])
 
     assert asyncio.run(found()) == [Outcome(first, "right"), Outcome(second, "no_answer")]
 
@@ -128,51 +138,3 @@ def test_an_answer_is_judged_by_status_and_tokens(
 
     found = asyncio.run(served())
     assert (found.kind, found.said) == expected
-
-
-# -- a rolling upgrade ----------------------------------------------------------------------
-
-_PHASE = Phase(
-    engines="kvpatch on D",
-    old="1.0",
-    new="2.0",
-    order="P first",
-    way="beside",
-    between="1.0 → 1.0",
-    requests=8,
-    right=8,
-    wrong=0,
-    failed_at_p=0,
-    failed_at_d=0,
-    broken_at_p=0,
-    broken_at_d=0,
-    no_answer=0,
-    said={},
-    reads=8,
-)
-
-
-def _missed_in(*rows: Phase) -> list[str]:
-    return [goal.name for goal in rolling_upgrade.goals(rows) if not goal.is_met]
-
-
-@pytest.mark.parametrize(
-    ("changes", "missed"),
-    [
-        ({}, []),
-        ({"wrong": 1}, ["P first, beside, 1.0 → 1.0: wrong answers"]),
-        ({"no_answer": 1}, ["P first, beside, 1.0 → 1.0: without an answer"]),
-        ({"failed_at_d": 1}, ["P first, beside, 1.0 → 1.0: failures"]),
-        ({"reads": 7}, ["P first, beside: reads for 8 answers"]),
-        ({"way": "killed", "between": "P is replaced, 1.0 → 1.0", "broken_at_p": 8}, []),
-    ],
-)
-def test_what_must_be_so_with_kvpatch(changes: dict[str, Any], missed: list[str]) -> None:
-    assert _missed_in(replace(_PHASE, **changes)) == missed
-
-
-def test_a_stock_fleet_that_takes_no_harm_has_tried_nothing() -> None:
-    unharmed = replace(_PHASE, engines="stock")
-
-    assert _missed_in(unharmed) == ["stock: wrong or failed at D"]
-    assert _missed_in(replace(unharmed, failed_at_d=1)) == []

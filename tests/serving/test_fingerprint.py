@@ -77,19 +77,14 @@ def test_layout_and_block_size_do_not_matter(layout: str, block_tokens: int) -> 
     assert join_ranks([_fingerprints(content, layout, block_tokens)]) == _reference(content)
 
 
-def test_blocks_that_the_kernel_splits_do_not_matter() -> None:
+def test_blocks_that_the_kernel_splits_and_ranks_do_not_matter() -> None:
     content = _content()
-    found = _fingerprints(content, "CPU_packed", block_tokens=4, list_block_tokens=16)
-    assert join_ranks([found]) == _reference(content)
-
-
-def test_tensor_parallelism_does_not_matter() -> None:
-    content = _content()
+    split = _fingerprints(content, "CPU_packed", block_tokens=4, list_block_tokens=16)
     halves = [
         _fingerprints(content, "HND", 16, heads=slice(0, 2)),
         _fingerprints(content, "NHD", 4, heads=slice(2, 4)),
     ]
-    assert join_ranks(halves) == _reference(content)
+    assert join_ranks([split]) == join_ranks(halves) == _reference(content)
 
 
 @pytest.mark.parametrize("kind", _CONTENTS)
@@ -125,21 +120,15 @@ def test_bytes_behind_the_prompt_do_not_matter_and_a_window_does() -> None:
 
 
 def test_copies_of_a_head_must_agree() -> None:
-    one = {_LAYER: {"key/0": "00" * 32}}
-    other = {_LAYER: {"key/0": "11" * 32}}
-    assert join_ranks([one, one]) == join_ranks([one])
-    with pytest.raises(EngineFailed, match="rank 1 holds another copy of key/0"):
-        join_ranks([one, other])
-
-
-def test_copies_of_a_state_that_disagree_are_like_no_other() -> None:
-    """As stock leaves them (vLLM #55208): that is a difference, and no end of a run."""
-    one, other = ({_LAYER: {"state/0": digest * 32}} for digest in ("00", "11"))
-
-    found = join_ranks([one, other])
-
-    assert found not in (join_ranks([one]), join_ranks([other]))
-    assert join_ranks([one, one]) == join_ranks([one])
+    """Those of a state that disagree, as stock leaves them (vLLM #55208), end no run."""
+    for piece in ("key/0", "state/0"):
+        one, other = ({_LAYER: {piece: digest * 32}} for digest in ("00", "11"))
+        assert join_ranks([one, one]) == join_ranks([one])
+        if piece == "key/0":
+            with pytest.raises(EngineFailed, match="rank 1 holds another copy of key/0"):
+                join_ranks([one, other])
+        else:
+            assert join_ranks([one, other]) not in (join_ranks([one]), join_ranks([other]))
 
 
 #: x, B and C of 16, 8 and 8 channels of 3 bytes, and 8 heads of 5.
@@ -165,17 +154,15 @@ def _state_digests(states: tuple[SharedState, ...], rank: Rank) -> dict[str, str
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_states_do_not_depend_on_ranks(states: tuple[SharedState, ...], ranks: int) -> None:
     whole = join_ranks([{_LAYER: _state_digests(states, Rank(0, 1))}])
+    shares = [_state_digests(states, Rank(number, ranks)) for number in range(ranks)]
 
-    assert join_ranks([{_LAYER: _state_digests(states, Rank(n, ranks))} for n in range(ranks)]) == (
-        whole
-    )
-    swapped = [{_LAYER: _state_digests(states, Rank(n, ranks))} for n in range(ranks)]
-    first, second = (found[_LAYER] for found in swapped[:2])
-    swapped[:2] = (
-        {_LAYER: dict(zip(one, other.values(), strict=True))}
+    assert join_ranks([{_LAYER: share} for share in shares]) == whole
+    first, second, *others = shares
+    swapped = (
+        dict(zip(one, other.values(), strict=True))
         for one, other in ((first, second), (second, first))
     )
-    assert join_ranks(swapped) != whole
+    assert join_ranks([{_LAYER: share} for share in (*swapped, *others)]) != whole
 
 
 def test_states_that_nobody_can_divide_are_one_piece() -> None:
@@ -184,14 +171,19 @@ def test_states_that_nobody_can_divide_are_one_piece() -> None:
     assert probe.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == whole
 
 
-def test_a_missing_head_is_refused() -> None:
-    with pytest.raises(EngineFailed, match=r"heads 0\.\.1, found \[1\]"):
-        join_ranks([{_LAYER: {"key/1": "00" * 32}}])
-
-
-@pytest.mark.parametrize("ranks", [[], [{}], [{_LAYER: {}}]])
-def test_nothing_is_no_fingerprint(ranks: list[dict[str, dict[str, str]]]) -> None:
-    with pytest.raises(EngineFailed):
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([{_LAYER: {"key/1": "00" * 32}}], r"heads 0\.\.1, found \[1\]"),
+        ([], None),
+        ([{}], None),
+        ([{_LAYER: {}}], None),
+    ],
+)
+def test_what_is_not_whole_is_no_fingerprint(
+    ranks: list[dict[str, dict[str, str]]], says: str | None
+) -> None:
+    with pytest.raises(EngineFailed, match=says):
         join_ranks(ranks)
 
 

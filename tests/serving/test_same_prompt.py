@@ -6,13 +6,12 @@ P and D have a side channel key, and strangers come to P's port before D does.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import zmq
@@ -21,20 +20,16 @@ from kvpatch.core.errors import RequestFailed
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, Options, build_setups
-from kvpatch.tools.verify.handoff import Request, complete, prefill
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, vocabulary
 from tests.lab.side_channel import ask, question
 from tests.strangers import FIRST_BYTES, answer_to, sent_of_a_large_frame
 
 from .commands import ENGINES
-
-if TYPE_CHECKING:
-    import httpx
+from .pair import ANSWER_TOKENS, Pair, running_pair
 
 pytestmark = ENGINES
 
-_ANSWER, _TOKENS = 12, 137
+_TOKENS = 137
 _LARGE = 2**27
 #: How much longer D's prompt is, and where another token stands in it.
 _CASES: tuple[tuple[int, tuple[int, ...]], ...] = (
@@ -47,57 +42,25 @@ _BOTH_WAYS = {
 }
 
 
-class Pair:
-    """P and D, both with kvpatch."""
+async def _turn(
+    pair: Pair, engine: Engine, prompt: tuple[int, ...], tokens: int, params: Mapping[str, Any]
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The tokens of an answer, and the parameters that come with it."""
+    body = {**pair.request(prompt).body(tokens), "kv_transfer_params": params}
+    response = await pair.post(engine, body)
+    assert response.status_code == 200, response.text[:300]
+    found = response.json()
+    return tuple(found["choices"][0]["token_ids"]), found["kv_transfer_params"]
 
-    def __init__(self, client: httpx.AsyncClient, engines: list[Engine], words: list[int]) -> None:
-        self._client, self._words = client, words
-        self.prefill, self.decode = engines
-        self._count = itertools.count()
 
-    def prompt(self, tokens: int) -> tuple[int, ...]:
-        """A prompt whose first token no other has."""
-        at = 3 * next(self._count) % len(self._words)
-        return tuple((2 * (self._words[at:] + self._words[:at]))[:tokens])
-
-    def request(self, prompt: tuple[int, ...], *, is_fresh: bool = False) -> Request:
-        """A request of its own; a fresh one finds nothing in a prefix cache."""
-        name = f"request-{next(self._count)}"
-        model = self.prefill.spec.model
-        return Request(model, prompt, name, cache_salt=name if is_fresh else "")
-
-    async def answer(
-        self, engine: Engine, request: Request, params: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
-        found = await complete(self._client, engine.url, request, _ANSWER, params)
-        return found.token_ids
-
-    async def prefilled(self, prompt: tuple[int, ...]) -> dict[str, Any]:
-        return await prefill(self._client, self.prefill.url, self.request(prompt))
-
-    async def turn(
-        self, engine: Engine, prompt: tuple[int, ...], tokens: int, params: Mapping[str, Any]
-    ) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """The tokens of an answer, and the parameters that come with it."""
-        request = self.request(prompt)
-        response = await self._client.post(
-            f"{engine.url}/v1/completions",
-            json={**request.body(tokens), "kv_transfer_params": params},
-            headers={"X-Request-Id": request.request_id},
-            timeout=300,
-        )
-        assert response.status_code == 200, response.text[:300]
-        found = response.json()
-        return tuple(found["choices"][0]["token_ids"]), found["kv_transfer_params"]
-
-    async def is_right(self, prompt: tuple[int, ...], found: tuple[int, ...]) -> list[str]:
-        """What is wrong with an answer, and with those to plain requests behind it, in words."""
-        wanted = await self.answer(self.prefill, self.request(prompt, is_fresh=True))
-        wrong = [] if found == wanted else ["D's answer"]
-        for engine in (self.decode, self.prefill):
-            if await self.answer(engine, self.request(prompt)) != wanted:
-                wrong.append(f"a later answer of {engine.spec.name}")
-        return wrong
+async def _is_right(pair: Pair, prompt: tuple[int, ...], found: tuple[int, ...]) -> list[str]:
+    """What is wrong with an answer, and with those to plain requests behind it, in words."""
+    wanted = await pair.answer(pair.prefill, pair.request(prompt, is_fresh=True))
+    wrong = [] if found == wanted else ["D's answer"]
+    for engine in (pair.decode, pair.prefill):
+        if await pair.answer(engine, pair.request(prompt)) != wanted:
+            wrong.append(f"a later answer of {engine.spec.name}")
+    return wrong
 
 
 async def _strangers(pair: Pair, key: Path) -> list[str]:
@@ -138,14 +101,16 @@ async def _one_turn(pair: Pair) -> list[str]:
         for edit in edits:
             prompt[edit] = base[edit - 7]
         found = await pair.answer(pair.decode, pair.request(tuple(prompt)), params)
-        wrong += [f"{more}, {edits}: {what}" for what in await pair.is_right(tuple(prompt), found)]
+        wrong += [
+            f"{more}, {edits}: {what}" for what in await _is_right(pair, tuple(prompt), found)
+        ]
     prompt = pair.prompt(_TOKENS)
     params = await pair.prefilled(prompt)
     again = [pair.answer(pair.decode, pair.request(prompt), params) for _ in range(2)]
     answers = [*await asyncio.gather(*again)]
     answers.append(await pair.answer(pair.decode, pair.request(prompt), params))
     for found in answers:
-        wrong += [f"an answer again: {what}" for what in await pair.is_right(prompt, found)]
+        wrong += [f"an answer again: {what}" for what in await _is_right(pair, prompt, found)]
     return wrong
 
 
@@ -154,8 +119,8 @@ async def _two_turns(pair: Pair) -> list[str]:
     wrong = []
     for how in ("kept", "stripped", "edited"):
         prompt = pair.prompt(_TOKENS)
-        answered, of_decode = await pair.turn(
-            pair.decode, prompt, _ANSWER, await pair.prefilled(prompt)
+        answered, of_decode = await _turn(
+            pair, pair.decode, prompt, ANSWER_TOKENS, await pair.prefilled(prompt)
         )
         history = [*prompt, *answered]
         if how == "stripped":
@@ -163,16 +128,13 @@ async def _two_turns(pair: Pair) -> list[str]:
         if how == "edited":
             history[_TOKENS - 30] = prompt[3]
         second = (*history, *pair.prompt(30))
-        _, of_prefill = await pair.turn(pair.prefill, second, 1, of_decode)
+        _, of_prefill = await _turn(pair, pair.prefill, second, 1, of_decode)
         found = await pair.answer(pair.decode, pair.request(second), of_prefill)
-        wrong += [f"history {how}: {what}" for what in await pair.is_right(second, found)]
+        wrong += [f"history {how}: {what}" for what in await _is_right(pair, second, found)]
     return wrong
 
 
 async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
-    import httpx
-    from rich.console import Console
-
     like = block_tokens == 32
     options = Options(
         work_dir=folder,
@@ -189,12 +151,7 @@ async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
         replace(s, environment=(("KVPATCH_DIGEST", digest), (SIDE_CHANNEL_KEY, str(key))))
         for s, key in zip(setup.specs, keys, strict=True)
     ]
-    async with (
-        httpx.AsyncClient(trust_env=False) as client,
-        running(specs, client, options, Console(quiet=True)) as engines,
-    ):
-        await require_kvpatch_as_asked(client, engines)
-        pair = Pair(client, engines, await vocabulary(client, engines[0]))
+    async with running_pair(options, specs) as pair:
         # Before D has met P: a key counts at a handshake.
         wrong = await _strangers(pair, keys[1]) if like else []
         wrong += await _one_turn(pair)
