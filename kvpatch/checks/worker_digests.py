@@ -27,11 +27,11 @@ from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.load.read_request import DIGEST, ReadRequest, groups
-from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
+from kvpatch.load.reader import CheckLoad, CheckMakers, Reader, RequestContext
 from kvpatch.load.reader_attachment import InspectedCaches
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
-from kvpatch.observe.book import Book
-from kvpatch.transfer.lease import Check
+from kvpatch.observe.book import ComparedRead
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
 from kvpatch.worker.kv_cache_groups import Group
@@ -159,7 +159,6 @@ class DigestChecks:
     groups: tuple[Group, ...]
     covered: CoveredCaches
     maker: DigestMaker
-    book: Book
 
     def check_load(self, context: RequestContext, request: ReadRequest) -> None:
         """Adds the checks that compare what a load's reads bring with what P has."""
@@ -184,10 +183,9 @@ class DigestChecks:
             misses |= bool(blocks) and filled is None
         tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            load = context.request_id, promised, tables, misses
-            context.checks.append(partial(self._of_rank, *load))
+            context.checks.append(partial(self._of_rank, promised, tables, misses))
 
-    def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
+    def _brings_states_alone(self, rank: Lifetime, ranks: int) -> bool:
         """True if the release reads a rank for its share of states, and latents from another.
 
         Every rank has all of a latent, and copies need not be the same to the last bit.
@@ -198,12 +196,10 @@ class DigestChecks:
 
     def _of_rank(
         self,
-        request_id: str,
         promised: Sequence[int],
         loaded: Sequence[TableTokens],
         misses: bool,  # noqa: FBT001
-        rank: RankRead,
-        before: tuple[Check, ...],
+        rank: Lifetime,
     ) -> DigestCheck | None:
         """Returns the check of one rank's read; None where nothing checks it, or is in it.
 
@@ -219,8 +215,8 @@ class DigestChecks:
         tables = [table for table in filled if table.planes]
         if not tables:
             return None
-        compared = self.book.compare(request_id)
-        held = next((check for check in before if isinstance(check, HoldCheck)), None)
+        compared = rank.compared = ComparedRead()
+        held = next((check for check in rank.checks if isinstance(check, HoldCheck)), None)
         if held is None or rank.mask is None or rank.number >= len(promised):
             return None  # others of its ranks may be compared
         is_part = False
@@ -233,7 +229,7 @@ class DigestChecks:
             maker.table, rank.agent, address, held.generation, is_paced=rank.is_paced
         )
         return DigestCheck(
-            *(fetched, tables, request_id, self.covered.stream, compared, maker.is_sample),
+            *(fetched, tables, rank.request_id, self.covered.stream, compared, maker.is_sample),
             is_part=is_part,
             misses=misses,
         )
@@ -297,7 +293,7 @@ def _make_checks(
     rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
     covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
     maker = DigestMaker(table, covered.stream, is_sample=settings.digest() == "sample")
-    made = DigestChecks(reader.ours, reader.groups, covered, maker, state.book)
+    made = DigestChecks(reader.ours, reader.groups, covered, maker)
     state.hold(made)
     state.of(StatedTables)[DIGEST] = table.address
     return made.check_load

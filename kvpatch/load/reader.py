@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
@@ -37,29 +37,8 @@ if TYPE_CHECKING:
     from kvpatch.worker.registered_caches import LayerCache
 
 
-class RankRead(NamedTuple):
-    """A read of one rank of a peer, before it is made.
-
-    Attributes:
-        agent: NIXL's name of it.
-        mask: hides its addresses in P's answers; None where it is not known.
-        is_paced: whether a thread drives the read, and not the next step alone.
-        taken: heads that come from other ranks, and are not compared with what this one has;
-            None where the release reads, which may fill some from several.
-        is_idle: whether nothing is read, so that nobody minds what the rank holds.
-    """
-
-    number: int
-    agent: str
-    mask: int | None
-    lease: Lease
-    is_paced: bool
-    taken: frozenset[HeadName] | None = None
-    is_idle: bool = False
-
-
-#: Of a read and the checks that were made for it before, makes one more, or None.
-MakeCheck = Callable[[RankRead, "tuple[Check, ...]"], "Check | None"]
+#: Makes a check of a read, which has those that were made before it, or None.
+MakeCheck = Callable[[Lifetime], "Check | None"]
 
 
 @dataclass
@@ -231,25 +210,30 @@ class Reader:
         What the read finds of the blocks stands in the metrics, and fails as a check's.
 
         Args:
-            taken, is_idle: as of a :class:`RankRead`.
+            taken, is_idle: as of a :class:`Lifetime`.
             releases: that the peer may be of; none where it is this worker's.
         """
         context = self.context
         if context is None:
             return Lifetime()
-        lease, mask = self._lease(context, agent, releases), self.masks.get(agent)
-        is_paced = self.thread is not None and taken is not None
-        rank = RankRead(number, agent, mask, lease, is_paced, taken, is_idle)
-        checks: tuple[Check, ...] = ()
+        found = Lifetime(
+            self._lease(context, agent, releases),
+            context.request_id,
+            agent,
+            number,
+            self.masks.get(agent),
+            fail_check=partial(self.failed_checks.append, context.request_id),
+            is_paced=self.thread is not None and taken is not None,
+            taken=taken,
+            is_idle=is_idle,
+        )
         for make in context.checks:  # P's answer may be of an engine with fewer ranks
-            check = make(rank, checks)
-            checks += () if check is None else (check,)
+            check = make(found)
+            found.checks += () if check is None else (check,)
         if is_idle:
             return Lifetime()
-        fail = partial(self.failed_checks.append, context.request_id)
-        lifetime = Lifetime(lease, context.request_id, agent, checks, fail_check=fail)
-        self.book.watch(context.request_id, lifetime)
-        return lifetime
+        self.book.watch(context.request_id, found)
+        return found
 
     def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
         if context.expires is not None:
