@@ -278,7 +278,7 @@ def _make_checks(
     table: DigestTable, release: ReleaseWorker, own: InspectedCaches, reader: Reader
 ) -> CheckLoad:
     """Returns what checks loads by digests, or counts them where it cannot."""
-    state, tensors = worker_state(release.worker), reader.destination.tensors
+    state, tensors = worker_state(release.worker), reader.tensors
     device = next(_all_of(tensors)).device if reader.planes else None
     of_states = [group.layers for group in reader.groups if group.has_state]
     has_others = state.is_host_buffered or device is None
@@ -287,7 +287,7 @@ def _make_checks(
     has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
     state.book.has_digests = True
     state.drop(DigestChecks)
-    if has_others or not can_read_beside(device, reader.destination.caches):
+    if has_others or not can_read_beside(device, reader.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
         return lambda *_: None
     rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)

@@ -72,12 +72,9 @@ class HeterogeneousReads:
         self._ours, self._groups = reader.ours, reader.groups
         self.pool, self.thread = pool, thread
         self._pooled = pooled
-        destination = reader.destination
-        self._cross_layer = destination.cross_layer
-        self._states = destination.states
-        caches = destination.caches
+        caches = reader.caches
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
-            caches = Caches({name: destination.tensors[name] for name in reader.layers})
+            caches = Caches({name: reader.tensors[name] for name in reader.layers})
         if thread is not None and isinstance(caches, Caches):
             caches.thread = thread.copying
         self._caches = caches
@@ -140,7 +137,9 @@ class HeterogeneousReads:
         metadata, ours = rank.metadata, self._ours
         rest = rank.behind(context.taken_before(rank), self._reader.planes)
         shares = shares_of(ours, self._groups, metadata, rest.overlaps, request, rank.block_tokens)
-        states = partial(states_plan, self._groups, metadata, request, self._states, rank.states)
+        states = partial(
+            states_plan, self._groups, metadata, request, self._reader.states, rank.states
+        )
         is_idle = rest.is_nothing and not len(states())
         lifetime = self._reader.lifetime_of(
             metadata.tp_rank, rank.agent, rest.taken, metadata.releases, is_idle=is_idle
@@ -215,7 +214,7 @@ class HeterogeneousReads:
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """Returns addresses there and here, and bytes, of blocks that are read as they are."""
-        ours = self._cross_layer
+        ours = self._reader.cross_layer
         if (
             ours is None
             or self._reader.mode == "staged"
@@ -268,16 +267,16 @@ def reads_of(worker: Any, reader: Reader) -> HeterogeneousReads:
     made: HeterogeneousReads | None = reader.heterogeneous
     if made is not None:
         return made
-    behind, destination = worker_state(worker).held(DeviceCaches), reader.destination
+    behind = worker_state(worker).held(DeviceCaches)
     copied_to = None if behind is None else behind.device
-    placed_on = destination.device if copied_to is None else copied_to
+    placed_on = reader.device if copied_to is None else copied_to
     shared = worker.nixl_wrapper.__wrapped__
     agent, gate = shared.__wrapped__, AgentGate()
     if isinstance(agent, EngineAgent):  # of an earlier registration
         agent, gate = agent.__wrapped__, agent.gate
-    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
+    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, reader.caches)
     nixl = ProgressAgent(agent, gate) if has_thread else shared
-    pool = staging_pool(nixl, reader.ours.memory, destination.device, copied_to=copied_to)
+    pool = staging_pool(nixl, reader.ours.memory, reader.device, copied_to=copied_to)
     thread = ProgressThread(pool, placed_on, gate) if has_thread else None
     pooled = Way.STAGED if behind is None else Way.HOST_BUFFER
     made = reader.heterogeneous = HeterogeneousReads(reader, nixl, pool, thread, pooled)

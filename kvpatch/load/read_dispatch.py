@@ -197,7 +197,7 @@ def refuse_misnamed(
             f"this model has {len(local)}",
             AS_ANSWERED,
         )
-    if reader.destination.states:  # pages of states are counted otherwise: the release's to judge
+    if reader.states:  # pages of states are counted otherwise: the release's to judge
         return
     if "region_num_blocks" in facts.agent_metadata:  # regions with numbers of their own, from 0.30
         blocks = max((blocks, *(worker.dst_region_num_blocks.get(engine_id) or ())))

@@ -97,64 +97,51 @@ class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
 _MOST_FAILED = 65536
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The memory that reads fill.
-
-    Attributes:
-        device: the device of what is registered with NIXL, and of the staging pool.
-        layers: the layers of `tensors`, where the release was shown other tensors: a host buffer of
-            the same layout and other blocks, or stand-ins for cross-layer blocks. None where it was
-            shown `tensors`.
-        cross_layer: what is registered, where blocks are cross-layer blocks.
-        caches: places the bytes where `tensors` only stand for those of the device.
-        states: the pages of layers with recurrent state, where they really lie.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    device: torch.device
-    layers: Mapping[str, LayerCache] | None = None
-    cross_layer: RegisteredCrossLayerBlocks | None = None
-    caches: Caches | StoragelessCaches | None = None
-    states: Mapping[str, StatePages] = field(default_factory=dict)
-
-
+@dataclass(eq=False)
 class Reader:
     """The state of one worker's reads.
 
-    Args:
-        mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
-
     Attributes:
+        tensors: that reads fill.
+        layers: of these; `ours` has others where the release was shown other tensors: a host buffer
+            of the same layout and other blocks, or stand-ins for cross-layer blocks.
+        device: of what is registered with NIXL, and of the staging pool.
+        states: the pages of layers with recurrent state, where they really lie.
+        mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
+        leases: how long peers keep the blocks that are to be read.
+        understood: notifications by sender -> those that the release can take.
+        cross_layer: what is registered, where blocks are cross-layer blocks.
+        caches: places the bytes where `tensors` only stand for those of the device.
         peers: peers of another geometry, by engine id.
         heterogeneous: the ``HeterogeneousReads`` of these; None before the first shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
-        leases: how long peers keep the blocks that are to be read.
-        understood: notifications by sender -> those that the release can take.
         masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
         check_makers: give each load the makers of its reads' checks.
         failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 
-    def __init__(
-        self, ours: LocalGeometry, groups: tuple[Group, ...], destination: Destination, mode: str
-    ) -> None:
-        self.ours = ours
-        self.groups = groups
-        self.destination = destination
-        self.mode = mode
-        self.peers: dict[str, Peer] = {}
-        self._unbooked: frozenset[str] = frozenset()
-        self.heterogeneous: Any = None
-        self.layers = ours.layers if destination.layers is None else destination.layers
+    ours: LocalGeometry
+    groups: tuple[Group, ...]
+    tensors: Mapping[str, torch.Tensor]
+    layers: Mapping[str, LayerCache]
+    device: torch.device
+    states: Mapping[str, StatePages]
+    mode: str
+    leases: Leases
+    understood: Callable[[Any], Any]
+    book: Book
+    cross_layer: RegisteredCrossLayerBlocks | None = None
+    caches: Caches | StoragelessCaches | None = None
+    peers: dict[str, Peer] = field(default_factory=dict)
+    heterogeneous: Any = None
+    context: RequestContext | None = None
+    masks: RecentEngines[int] = field(default_factory=RecentEngines)
+    check_makers: tuple[CheckLoad, ...] = ()
+    failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
+    _unbooked: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
-        self.context: RequestContext | None = None
-        self.leases = Leases()
-        self.understood: Callable[[Any], Any] = dict
-        self.masks: RecentEngines[int] = RecentEngines()
-        self.check_makers: tuple[CheckLoad, ...] = ()
-        self.book = Book()
-        self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     def keep(self, booked: Collection[str]) -> None:
         """Forgets the engines that the release has let go of, or never took on.

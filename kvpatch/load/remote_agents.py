@@ -240,7 +240,7 @@ class Handshake:
             return self._add_heterogeneous(decision.mapping)
         reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
-            if reader.destination.states:
+            if reader.states:
                 book_own_cut(self.worker, reader.ours, engine_id)
             reader.peers.pop(engine_id, None)
         return self.as_release()
