@@ -272,7 +272,7 @@ class Handshake:
         return agent
 
     def _add_heterogeneous(self, rank: RemoteRank) -> Any:
-        from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
+        from kvpatch.load.heterogeneous_reads import HeterogeneousReads  # of no like pair
 
         reader = self.state.held(Reader)
         if reader is None:
@@ -280,10 +280,12 @@ class Handshake:
                 "a worker registered its caches anew in the middle of a handshake",
                 "send the request again",
             )
-        peer, reads = rank.metadata, reads_of(self.worker, reader)
+        if reader.heterogeneous is None:
+            reader.heterogeneous = HeterogeneousReads(self.worker, reader)
+        peer = rank.metadata
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)
-        reads.admit(rank)
+        reader.heterogeneous.admit(rank)
         told = one_line(f"{shown(peer.engine_id)}: it has {peer}")
         _LOG.info("reading from engine %s; we have %s", told, reader.ours)
         return rank.agent
