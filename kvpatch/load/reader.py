@@ -86,11 +86,8 @@ class RequestContext:
 CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
 
 
-class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
-    """The makers of one worker's checks, by patch.
-
-    Each is called with the ``ReleaseWorker``, the inspected caches and the reader.
-    """
+class CheckMakers(dict[str, Callable[[Any, Any], CheckLoad]]):
+    """The makers of one worker's checks, by patch; each takes the ``ReleaseWorker`` and reader."""
 
 
 #: Failed checks that nobody has taken; where nobody does the oldest go.

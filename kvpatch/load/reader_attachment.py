@@ -193,7 +193,7 @@ def attach_reader(
         caches=None if behind is None else behind.caches,
     )
     makers = state.of(CheckMakers).values()
-    reader.check_makers = tuple(make(release, own, reader) for make in makers)
+    reader.check_makers = tuple(make(release, reader) for make in makers)
     state.hold(ours)
     state.hold(reader)
     worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
