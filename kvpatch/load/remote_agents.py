@@ -20,7 +20,6 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import note_peer
 from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import blocks_undivided
-from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
 from kvpatch.peer.homogeneous_view import (
@@ -45,7 +44,7 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unread_caches import UnreadCache, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.recurrent_state import divided_states
