@@ -13,7 +13,7 @@ the bytes; products in ``int64`` by torch take 4 to 24 times as long, in ``float
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,13 +31,10 @@ from kvpatch.checks.digests import (
     rows_of,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, HeadName, Memory, Plane, Strides, planes_without
+from kvpatch.geometry.plane import Content, HeadName, Plane, planes_without
 from kvpatch.geometry.segments import BlockList, Int64Array
-from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
-from kvpatch.worker.kv_cache_groups import Group
-from kvpatch.worker.recurrent_state import StatePages, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -262,70 +259,3 @@ class DigestStream:
             self._stream.wait_event(after)
         entered: AbstractContextManager[Any] = self._streams.stream(self._stream)
         return entered
-
-
-class CoveredCaches:
-    """The caches of one worker that digests cover.
-
-    Args:
-        planes: the planes of all layers that peers read, or that are read into.
-        states: the pages of layers with recurrent state, where they lie.
-        rank: the rank that these states belong to.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        planes: Iterable[Plane],
-        groups: Sequence[Group],
-        states: Mapping[str, StatePages],
-        rank: Rank,
-    ) -> None:
-        # Each rank has all of a latent, and calls it by the first of its own heads.
-        known = [
-            replace(plane, first_head=0) if plane.content is Content.LATENT else plane
-            for plane in planes
-        ]
-        memory = known[0].memory
-        known += [_state_plane(name, pages, rank, memory) for name, pages in states.items()]
-        self._tensors = {plane.layer: tensors_of(tensors[plane.layer])[0] for plane in known}
-        self._memories = memories_of(self._tensors)
-        self._by_group = [
-            tuple(plane for plane in known if plane.layer in group.layers) for group in groups
-        ]
-        self.stream = DigestStream(next(iter(self._tensors.values())).device)
-
-    def table(self, number: int, blocks: BlockList, extent: tuple[int, int]) -> TableTokens | None:
-        """A group's layers and a request's blocks; None where it has none of either.
-
-        Args:
-            extent: the tokens that are known to be the request's own.
-        """
-        planes = self._by_group[number]
-        first, end = max(extent[0], blocks.first_token), min(extent[1], blocks.end_token)
-        if not planes or first >= end:
-            return None
-        return TableTokens(self._tensors, self._memories, planes, blocks, first, end)
-
-    def states(self, number: int, block: int) -> TableTokens | None:
-        """A group's recurrent states of a request: a layer's are one token of one block."""
-        return self.table(number, BlockList(np.array([block]), 1), (0, 1))
-
-
-def _state_plane(layer: str, pages: StatePages, rank: Rank, memory: Memory) -> Plane:
-    """A layer's states as rows of bytes that one rank alone has.
-
-    The rank's number stands where a head's does: one of other ranks has another share of a state,
-    and is compared with none.
-    """
-    size = pages.size_bytes
-    return Plane(
-        layer,
-        Content.STATE,
-        pages.address,
-        Strides(pages.stride_bytes, size, size, 1),
-        Counts(pages.blocks, 1, 1, size),
-        item_bytes=1,
-        first_head=rank.ranks * (rank.ranks - 1) // 2 + rank.number,
-        memory=memory,
-    )

@@ -23,9 +23,9 @@ from kvpatch.checks.tables import (
 )
 from kvpatch.core.errors import AnswerGone, PeerRefused, ReadRefused
 from kvpatch.load.read_request import HOLD, ReadRequest
-from kvpatch.load.reader import RankRead, RequestContext
+from kvpatch.load.reader import RequestContext
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lease import Check
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 
 _LOG = logging.getLogger("kvpatch.staging")
@@ -178,8 +178,7 @@ def _of_rank(
     hold: Hold,
     context: RequestContext,
     request: ReadRequest,
-    rank: RankRead,
-    _: tuple[Check, ...],
+    rank: Lifetime,
 ) -> HoldCheck | None:
     """Asks a rank of the peer for its word; None where it cannot be asked.
 

@@ -6,11 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.checks.cache_digests import CoveredCaches, DigestStream, TableTokens
+import numpy as np
+
+from kvpatch.checks.cache_digests import DigestStream, TableTokens, memories_of
 from kvpatch.checks.digest_check import (
     MOST_BYTES,
     DigestCheck,
@@ -24,18 +26,17 @@ from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
-from kvpatch.geometry.plane import Content
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
+from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.load.read_request import DIGEST, ReadRequest, groups
-from kvpatch.load.reader import CheckLoad, CheckMakers, RankRead, Reader, RequestContext
-from kvpatch.load.reader_attachment import InspectedCaches
+from kvpatch.load.reader import CheckLoad, CheckMakers, Reader, RequestContext
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
-from kvpatch.observe.book import Book
-from kvpatch.transfer.lease import Check
+from kvpatch.observe.book import ComparedRead
+from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
-from kvpatch.worker.kv_cache_groups import Group
-from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.recurrent_state import StatePages, tensors_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import held_by, worker_state
 
@@ -151,59 +152,82 @@ class DigestMaker:
         return written(parts) if parts and order.is_held() else None
 
 
-@dataclass(frozen=True)
 class DigestChecks:
     """The checks of one worker's loads by digests, and what it digests for its peers."""
 
-    ours: LocalGeometry
-    groups: tuple[Group, ...]
-    covered: CoveredCaches
-    maker: DigestMaker
-    book: Book
+    def __init__(self, table: DigestTable, reader: Reader) -> None:
+        self._ours, self._groups = ours, groups = reader.ours, reader.groups
+        # Each rank has all of a latent, and calls it by the first of its own heads.
+        known = [
+            replace(plane, first_head=0) if plane.content is Content.LATENT else plane
+            for plane in reader.planes
+        ]
+        rank, memory = Rank(ours.tp_rank, ours.tp_size), known[0].memory
+        known += [_state_plane(name, pages, rank, memory) for name, pages in reader.states.items()]
+        self._tensors = {plane.layer: tensors_of(reader.tensors[plane.layer])[0] for plane in known}
+        self._memories = memories_of(self._tensors)
+        self._by_group = [
+            tuple(plane for plane in known if plane.layer in group.layers) for group in groups
+        ]
+        self.stream = DigestStream(next(iter(self._tensors.values())).device)
+        self.maker = DigestMaker(table, self.stream, is_sample=settings.digest() == "sample")
+
+    def _table(self, number: int, blocks: BlockList, extent: tuple[int, int]) -> TableTokens | None:
+        """A group's layers and a request's blocks; None where it has none of either.
+
+        Args:
+            extent: the tokens that are known to be the request's own.
+        """
+        planes = self._by_group[number]
+        first, end = max(extent[0], blocks.first_token), min(extent[1], blocks.end_token)
+        if not planes or first >= end:
+            return None
+        return TableTokens(self._tensors, self._memories, planes, blocks, first, end)
+
+    def _states(self, number: int, block: int) -> TableTokens | None:
+        """A group's recurrent states of a request: a layer's are one token of one block."""
+        return self._table(number, BlockList(np.array([block]), 1), (0, 1))
 
     def check_load(self, context: RequestContext, request: ReadRequest) -> None:
         """Adds the checks that compare what a load's reads bring with what P has."""
-        stated, covered = request.stated.get(DIGEST), self.covered
+        stated = request.stated.get(DIGEST)
         if stated is None or not context.is_as_read:
             return
         try:
             promised = read_promise(stated)
             found = [
-                covered.table(number, blocks, (first_token, request.tokens))
-                for number, blocks, first_token in loaded_tokens(self.ours, self.groups, request)
+                self._table(number, blocks, (first_token, request.tokens))
+                for number, blocks, first_token in loaded_tokens(self._ours, self._groups, request)
             ]
         except KvpatchError as error:
             self.maker.table.doubt("a request", error)
             return
         misses = False
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self._groups):
             blocks = request.local_blocks[number] if group.has_state else ()
             filled = filled_state(blocks)
             if filled is not None:
-                found.append(covered.states(number, filled))
+                found.append(self._states(number, filled))
             misses |= bool(blocks) and filled is None
         tables = [table for table in found if table is not None]
         if promised is not None and tables:
-            load = context.request_id, promised, tables, misses
-            context.checks.append(partial(self._of_rank, *load))
+            context.checks.append(partial(self._of_rank, promised, tables, misses))
 
-    def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
+    def _brings_states_alone(self, rank: Lifetime, ranks: int) -> bool:
         """True if the release reads a rank for its share of states, and latents from another.
 
         Every rank has all of a latent, and copies need not be the same to the last bit.
         """
-        has_states = any(group.has_state for group in self.groups)
-        is_of_many = has_states and ranks > self.ours.tp_size
-        return is_of_many and rank.number != self.ours.tp_rank * ranks // self.ours.tp_size
+        has_states = any(group.has_state for group in self._groups)
+        is_of_many = has_states and ranks > self._ours.tp_size
+        return is_of_many and rank.number != self._ours.tp_rank * ranks // self._ours.tp_size
 
     def _of_rank(
         self,
-        request_id: str,
         promised: Sequence[int],
         loaded: Sequence[TableTokens],
         misses: bool,  # noqa: FBT001
-        rank: RankRead,
-        before: tuple[Check, ...],
+        rank: Lifetime,
     ) -> DigestCheck | None:
         """Returns the check of one rank's read; None where nothing checks it, or is in it.
 
@@ -219,12 +243,12 @@ class DigestChecks:
         tables = [table for table in filled if table.planes]
         if not tables:
             return None
-        compared = self.book.compare(request_id)
-        held = next((check for check in before if isinstance(check, HoldCheck)), None)
+        compared = rank.compared = ComparedRead()
+        held = next((check for check in rank.checks if isinstance(check, HoldCheck)), None)
         if held is None or rank.mask is None or rank.number >= len(promised):
             return None  # others of its ranks may be compared
         is_part = False
-        if rank.taken is None and len(promised) > self.ours.tp_size:
+        if rank.taken is None and len(promised) > self._ours.tp_size:
             known = [part for table in tables for part in table.without_open_blocks()]
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
@@ -233,7 +257,7 @@ class DigestChecks:
             maker.table, rank.agent, address, held.generation, is_paced=rank.is_paced
         )
         return DigestCheck(
-            *(fetched, tables, request_id, self.covered.stream, compared, maker.is_sample),
+            *(fetched, tables, rank.request_id, self.stream, compared, maker.is_sample),
             is_part=is_part,
             misses=misses,
         )
@@ -245,9 +269,9 @@ class DigestChecks:
             after: the device work that was queued by now.
         """
         try:
-            blocks = finished_blocks(self.ours, self.groups, groups(order.blocks))
-            found = [self.covered.table(*table, (0, order.tokens)) for table in blocks]
-            found += [self.covered.states(*states) for states in self._states(order)]
+            blocks = finished_blocks(self._ours, self._groups, groups(order.blocks))
+            found = [self._table(*table, (0, order.tokens)) for table in blocks]
+            found += [self._states(*states) for states in self._read_states(order)]
         except _ERRORS as error:
             _LOG.debug("request %s gets no digest: %s", request_id, error)
             found = []
@@ -255,15 +279,34 @@ class DigestChecks:
         is_held = partial(holds.is_held, request_id, order.generation)
         self.maker.add(Order(order.generation, tables, order.tokens, is_held, after))
 
-    def _states(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
+    def _read_states(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
         """(group, block) of recurrent states that D reads, where it is known which these are."""
-        named, ours = groups(order.named), self.ours
+        named, ours = groups(order.named), self._ours
         block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self._groups):
             if group.has_state:
                 block = state_block(named[number], order.held, block_tokens)
                 if block is not None:
                     yield number, block
+
+
+def _state_plane(layer: str, pages: StatePages, rank: Rank, memory: Memory) -> Plane:
+    """A layer's states as rows of bytes that one rank alone has.
+
+    The rank's number stands where a head's does: one of other ranks has another share of a state,
+    and is compared with none.
+    """
+    size = pages.size_bytes
+    return Plane(
+        layer,
+        Content.STATE,
+        pages.address,
+        Strides(pages.stride_bytes, size, size, 1),
+        Counts(pages.blocks, 1, 1, size),
+        item_bytes=1,
+        first_head=rank.ranks * (rank.ranks - 1) // 2 + rank.number,
+        memory=memory,
+    )
 
 
 def make_table(release: ReleaseWorker) -> None:
@@ -278,26 +321,21 @@ def make_table(release: ReleaseWorker) -> None:
         state.of(CheckMakers)["digests"] = partial(_make_checks, table)
 
 
-def _make_checks(
-    table: DigestTable, release: ReleaseWorker, own: InspectedCaches, reader: Reader
-) -> CheckLoad:
+def _make_checks(table: DigestTable, release: ReleaseWorker, reader: Reader) -> CheckLoad:
     """Returns what checks loads by digests, or counts them where it cannot."""
-    state, tensors = worker_state(release.worker), reader.destination.tensors
+    state, tensors = worker_state(release.worker), reader.tensors
     device = next(_all_of(tensors)).device if reader.planes else None
     of_states = [group.layers for group in reader.groups if group.has_state]
     has_others = state.is_host_buffered or device is None
-    has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
+    has_others = has_others or reader.states.keys() != frozenset[str]().union(*of_states)
     # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
     has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
     state.book.has_digests = True
     state.drop(DigestChecks)
-    if has_others or not can_read_beside(device, reader.destination.caches):
+    if has_others or not can_read_beside(device, reader.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
         return lambda *_: None
-    rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
-    covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
-    maker = DigestMaker(table, covered.stream, is_sample=settings.digest() == "sample")
-    made = DigestChecks(reader.ours, reader.groups, covered, maker, state.book)
+    made = DigestChecks(table, reader)
     state.hold(made)
     state.of(StatedTables)[DIGEST] = table.address
     return made.check_load
@@ -318,7 +356,7 @@ def hear(worker: Any, message: Mapping[str, Any]) -> None:
     orders = message.get(DIGEST_ORDERS)
     holds, checks = held_by(worker, HoldTable), held_by(worker, DigestChecks)
     if orders and checks is not None and holds is not None:
-        after = checks.covered.stream.mark()
+        after = checks.stream.mark()
         for request_id, told in orders.items():
             checks.digest(holds, request_id, DigestOrder(*told), after)
 
@@ -341,4 +379,4 @@ def leave_caches(worker: Any) -> None:
     """
     checks = held_by(worker, DigestChecks)
     if checks is not None:
-        checks.covered.stream.settle()
+        checks.stream.settle()

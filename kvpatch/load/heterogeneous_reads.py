@@ -51,37 +51,43 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class HeterogeneousReads:
-    """The maker of one worker's reads from peers of another geometry.
+    """The maker of one worker's reads from peers of another geometry, made for the first of them.
 
-    Args:
-        nixl: the worker's NIXL agent, as the thread may use it that moves reads on.
+    From then on another thread than the engine's may use the worker's NIXL agent. vLLM shakes hands
+    with one peer at a time, so that no other handshake is in the agent now; and no read is made
+    before this handshake is over, so that the engine's next step meets the gate.
+
+    Attributes:
         pool: the pool that staged reads land in.
         thread: moves reads on between the engine's steps; None for the steps alone.
-        pooled: the name in the metrics of reads through the pool.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        nixl: Any,
-        pool: StagingPool,
-        thread: ProgressThread | None = None,
-        pooled: Way = Way.STAGED,
-    ) -> None:
-        self._reader, self._nixl = reader, nixl
-        self._ours, self._groups = reader.ours, reader.groups
-        self.pool, self.thread = pool, thread
-        self._pooled = pooled
-        destination = reader.destination
-        self._cross_layer = destination.cross_layer
-        self._states = destination.states
-        caches = destination.caches
+    def __init__(self, worker: Any, reader: Reader) -> None:
+        self._reader, self._ours, self._groups = reader, reader.ours, reader.groups
+        behind = worker_state(worker).held(DeviceCaches)
+        copied_to = None if behind is None else behind.device
+        placed_on = reader.device if copied_to is None else copied_to
+        #: The name in the metrics of reads through the pool.
+        self._pooled = Way.STAGED if behind is None else Way.HOST_BUFFER
+        shared = worker.nixl_wrapper.__wrapped__
+        agent, gate = shared.__wrapped__, AgentGate()
+        if isinstance(agent, EngineAgent):  # of an earlier registration
+            agent, gate = agent.__wrapped__, agent.gate
+        has_thread = settings.progress() == "auto" and can_read_beside(placed_on, reader.caches)
+        self._nixl = ProgressAgent(agent, gate) if has_thread else shared
+        memory = reader.ours.memory
+        self.pool = staging_pool(self._nixl, memory, reader.device, copied_to=copied_to)
+        self.thread = ProgressThread(self.pool, placed_on, gate) if has_thread else None
+        caches = reader.caches
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
-            caches = Caches({name: destination.tensors[name] for name in reader.layers})
-        if thread is not None and isinstance(caches, Caches):
-            caches.thread = thread.copying
+            caches = Caches({name: reader.tensors[name] for name in reader.layers})
         self._caches = caches
         self._costs = HOST_MEMORY if caches.device.type == "cpu" else DEVICE_MEMORY
+        if self.thread is not None:
+            if isinstance(caches, Caches):
+                caches.thread = self.thread.copying
+            finalize(worker.nixl_wrapper, self.thread.stop)
+            shared.__wrapped__ = EngineAgent(agent, gate)
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -140,7 +146,9 @@ class HeterogeneousReads:
         metadata, ours = rank.metadata, self._ours
         rest = rank.behind(context.taken_before(rank), self._reader.planes)
         shares = shares_of(ours, self._groups, metadata, rest.overlaps, request, rank.block_tokens)
-        states = partial(states_plan, self._groups, metadata, request, self._states, rank.states)
+        states = partial(
+            states_plan, self._groups, metadata, request, self._reader.states, rank.states
+        )
         is_idle = rest.is_nothing and not len(states())
         lifetime = self._reader.lifetime_of(
             metadata.tp_rank, rank.agent, rest.taken, metadata.releases, is_idle=is_idle
@@ -215,7 +223,7 @@ class HeterogeneousReads:
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """Returns addresses there and here, and bytes, of blocks that are read as they are."""
-        ours = self._cross_layer
+        ours = self._reader.cross_layer
         if (
             ours is None
             or self._reader.mode == "staged"
@@ -256,35 +264,6 @@ class HeterogeneousReads:
         for layers, tail in tails_of(self._ours, self._groups, request):
             planes = (plane for name in layers for plane in self._reader.layers[name].planes)
             yield [plane for plane in planes if not plane.is_whole], tail
-
-
-def reads_of(worker: Any, reader: Reader) -> HeterogeneousReads:
-    """Returns what reads from a worker's heterogeneous peers, made for the first of them.
-
-    From then on another thread than the engine's may use the worker's NIXL agent. vLLM shakes hands
-    with one peer at a time, so that no other handshake is in the agent now; and no read is made
-    before this handshake is over, so that the engine's next step meets the gate.
-    """
-    made: HeterogeneousReads | None = reader.heterogeneous
-    if made is not None:
-        return made
-    behind, destination = worker_state(worker).held(DeviceCaches), reader.destination
-    copied_to = None if behind is None else behind.device
-    placed_on = destination.device if copied_to is None else copied_to
-    shared = worker.nixl_wrapper.__wrapped__
-    agent, gate = shared.__wrapped__, AgentGate()
-    if isinstance(agent, EngineAgent):  # of an earlier registration
-        agent, gate = agent.__wrapped__, agent.gate
-    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
-    nixl = ProgressAgent(agent, gate) if has_thread else shared
-    pool = staging_pool(nixl, reader.ours.memory, destination.device, copied_to=copied_to)
-    thread = ProgressThread(pool, placed_on, gate) if has_thread else None
-    pooled = Way.STAGED if behind is None else Way.HOST_BUFFER
-    made = reader.heterogeneous = HeterogeneousReads(reader, nixl, pool, thread, pooled)
-    if thread is not None:
-        finalize(worker.nixl_wrapper, thread.stop)
-        shared.__wrapped__ = EngineAgent(agent, gate)
-    return made
 
 
 def staging_pool(

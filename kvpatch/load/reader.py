@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
 from kvpatch.core.recent_engines import RecentEngines
@@ -37,29 +37,8 @@ if TYPE_CHECKING:
     from kvpatch.worker.registered_caches import LayerCache
 
 
-class RankRead(NamedTuple):
-    """A read of one rank of a peer, before it is made.
-
-    Attributes:
-        agent: NIXL's name of it.
-        mask: hides its addresses in P's answers; None where it is not known.
-        is_paced: whether a thread drives the read, and not the next step alone.
-        taken: heads that come from other ranks, and are not compared with what this one has;
-            None where the release reads, which may fill some from several.
-        is_idle: whether nothing is read, so that nobody minds what the rank holds.
-    """
-
-    number: int
-    agent: str
-    mask: int | None
-    lease: Lease
-    is_paced: bool
-    taken: frozenset[HeadName] | None = None
-    is_idle: bool = False
-
-
-#: Of a read and the checks that were made for it before, makes one more, or None.
-MakeCheck = Callable[[RankRead, "tuple[Check, ...]"], "Check | None"]
+#: Makes a check of a read, which has those that were made before it, or None.
+MakeCheck = Callable[[Lifetime], "Check | None"]
 
 
 @dataclass
@@ -107,75 +86,59 @@ class RequestContext:
 CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
 
 
-class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
-    """The makers of one worker's checks, by patch.
-
-    Each is called with the ``ReleaseWorker``, the inspected caches and the reader.
-    """
+class CheckMakers(dict[str, Callable[[Any, Any], CheckLoad]]):
+    """The makers of one worker's checks, by patch; each takes the ``ReleaseWorker`` and reader."""
 
 
 #: Failed checks that nobody has taken; where nobody does the oldest go.
 _MOST_FAILED = 65536
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The memory that reads fill.
-
-    Attributes:
-        device: the device of what is registered with NIXL, and of the staging pool.
-        layers: the layers of `tensors`, where the release was shown other tensors: a host buffer of
-            the same layout and other blocks, or stand-ins for cross-layer blocks. None where it was
-            shown `tensors`.
-        cross_layer: what is registered, where blocks are cross-layer blocks.
-        caches: places the bytes where `tensors` only stand for those of the device.
-        states: the pages of layers with recurrent state, where they really lie.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    device: torch.device
-    layers: Mapping[str, LayerCache] | None = None
-    cross_layer: RegisteredCrossLayerBlocks | None = None
-    caches: Caches | StoragelessCaches | None = None
-    states: Mapping[str, StatePages] = field(default_factory=dict)
-
-
+@dataclass(eq=False)
 class Reader:
     """The state of one worker's reads.
 
-    Args:
-        mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
-
     Attributes:
+        tensors: that reads fill.
+        layers: of these; `ours` has others where the release was shown other tensors: a host buffer
+            of the same layout and other blocks, or stand-ins for cross-layer blocks.
+        device: of what is registered with NIXL, and of the staging pool.
+        states: the pages of layers with recurrent state, where they really lie.
+        mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
+        leases: how long peers keep the blocks that are to be read.
+        understood: notifications by sender -> those that the release can take.
+        cross_layer: what is registered, where blocks are cross-layer blocks.
+        caches: places the bytes where `tensors` only stand for those of the device.
         peers: peers of another geometry, by engine id.
         heterogeneous: the ``HeterogeneousReads`` of these; None before the first shakes hands.
         context: the request that vLLM prepares transfers for; None outside one.
-        leases: how long peers keep the blocks that are to be read.
-        understood: notifications by sender -> those that the release can take.
         masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
         check_makers: give each load the makers of its reads' checks.
         failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 
-    def __init__(
-        self, ours: LocalGeometry, groups: tuple[Group, ...], destination: Destination, mode: str
-    ) -> None:
-        self.ours = ours
-        self.groups = groups
-        self.destination = destination
-        self.mode = mode
-        self.peers: dict[str, Peer] = {}
-        self._unbooked: frozenset[str] = frozenset()
-        self.heterogeneous: Any = None
-        self.layers = ours.layers if destination.layers is None else destination.layers
+    ours: LocalGeometry
+    groups: tuple[Group, ...]
+    tensors: Mapping[str, torch.Tensor]
+    layers: Mapping[str, LayerCache]
+    device: torch.device
+    states: Mapping[str, StatePages]
+    mode: str
+    leases: Leases
+    understood: Callable[[Any], Any]
+    book: Book
+    cross_layer: RegisteredCrossLayerBlocks | None = None
+    caches: Caches | StoragelessCaches | None = None
+    peers: dict[str, Peer] = field(default_factory=dict)
+    heterogeneous: Any = None
+    context: RequestContext | None = None
+    masks: RecentEngines[int] = field(default_factory=RecentEngines)
+    check_makers: tuple[CheckLoad, ...] = ()
+    failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
+    _unbooked: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
         self.planes = [plane for layer in self.layers.values() for plane in layer.planes]
-        self.context: RequestContext | None = None
-        self.leases = Leases()
-        self.understood: Callable[[Any], Any] = dict
-        self.masks: RecentEngines[int] = RecentEngines()
-        self.check_makers: tuple[CheckLoad, ...] = ()
-        self.book = Book()
-        self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     def keep(self, booked: Collection[str]) -> None:
         """Forgets the engines that the release has let go of, or never took on.
@@ -231,25 +194,30 @@ class Reader:
         What the read finds of the blocks stands in the metrics, and fails as a check's.
 
         Args:
-            taken, is_idle: as of a :class:`RankRead`.
+            taken, is_idle: as of a :class:`Lifetime`.
             releases: that the peer may be of; none where it is this worker's.
         """
         context = self.context
         if context is None:
             return Lifetime()
-        lease, mask = self._lease(context, agent, releases), self.masks.get(agent)
-        is_paced = self.thread is not None and taken is not None
-        rank = RankRead(number, agent, mask, lease, is_paced, taken, is_idle)
-        checks: tuple[Check, ...] = ()
+        found = Lifetime(
+            self._lease(context, agent, releases),
+            context.request_id,
+            agent,
+            number,
+            self.masks.get(agent),
+            fail_check=partial(self.failed_checks.append, context.request_id),
+            is_paced=self.thread is not None and taken is not None,
+            taken=taken,
+            is_idle=is_idle,
+        )
         for make in context.checks:  # P's answer may be of an engine with fewer ranks
-            check = make(rank, checks)
-            checks += () if check is None else (check,)
+            check = make(found)
+            found.checks += () if check is None else (check,)
         if is_idle:
             return Lifetime()
-        fail = partial(self.failed_checks.append, context.request_id)
-        lifetime = Lifetime(lease, context.request_id, agent, checks, fail_check=fail)
-        self.book.watch(context.request_id, lifetime)
-        return lifetime
+        self.book.watch(context.request_id, found)
+        return found
 
     def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
         if context.expires is not None:

@@ -17,7 +17,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.load.nixl_proxy import ReadingAgent
-from kvpatch.load.reader import CheckMakers, Destination, Reader
+from kvpatch.load.reader import CheckMakers, Reader
 from kvpatch.peer.agent_metadata import places_digest
 from kvpatch.peer.block_shapes import heads_of, kv_split_of, tokens_of
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
@@ -175,18 +175,25 @@ def attach_reader(
     ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
     layers, groups, _ = own.cache
     behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
-    device, mode = kv_caches[next(iter(layers))].device, "staged"
-    if behind is None:
-        shown, mode = None if blocks is None else layers, settings.transfer_mode()
-        destination = Destination(kv_caches, device, shown, blocks, states=own.states)
-    else:  # the device's cache behind what is registered
-        destination = Destination(behind.tensors, device, own.behind[0], caches=behind.caches)
-    reader = Reader(ours, groups, destination, mode)
-    reader.leases = leases_of(worker, release.facts)
-    reader.understood = Notifications(worker, release.facts).understood
-    reader.book = state.book
+    filled, mode = ours.layers if blocks is None else layers, settings.transfer_mode()
+    if behind is not None:  # the device's cache behind what is registered
+        blocks, filled, mode = None, own.behind[0], "staged"
+    reader = Reader(
+        ours,
+        groups,
+        kv_caches if behind is None else behind.tensors,
+        filled,
+        kv_caches[next(iter(layers))].device,
+        own.states,
+        mode,
+        leases_of(worker, release.facts),
+        Notifications(worker, release.facts).understood,
+        state.book,
+        cross_layer=blocks,
+        caches=None if behind is None else behind.caches,
+    )
     makers = state.of(CheckMakers).values()
-    reader.check_makers = tuple(make(release, own, reader) for make in makers)
+    reader.check_makers = tuple(make(release, reader) for make in makers)
     state.hold(ours)
     state.hold(reader)
     worker.nixl_wrapper = ReadingAgent(agent, reader, worker)

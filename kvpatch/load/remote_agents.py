@@ -20,7 +20,6 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import note_peer
 from kvpatch.load.reader import Reader
 from kvpatch.load.reader_attachment import blocks_undivided
-from kvpatch.load.smaller_blocks import why_misread
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
 from kvpatch.peer.homogeneous_view import (
@@ -45,7 +44,7 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unread_caches import UnreadCache, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.recurrent_state import divided_states
@@ -240,7 +239,7 @@ class Handshake:
             return self._add_heterogeneous(decision.mapping)
         reader, engine_id = self.state.held(Reader), self.metadata.engine_id
         if reader is not None:
-            if reader.destination.states:
+            if reader.states:
                 book_own_cut(self.worker, reader.ours, engine_id)
             reader.peers.pop(engine_id, None)
         return self.as_release()
@@ -272,7 +271,7 @@ class Handshake:
         return agent
 
     def _add_heterogeneous(self, rank: RemoteRank) -> Any:
-        from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
+        from kvpatch.load.heterogeneous_reads import HeterogeneousReads  # of no like pair
 
         reader = self.state.held(Reader)
         if reader is None:
@@ -280,10 +279,12 @@ class Handshake:
                 "a worker registered its caches anew in the middle of a handshake",
                 "send the request again",
             )
-        peer, reads = rank.metadata, reads_of(self.worker, reader)
+        if reader.heterogeneous is None:
+            reader.heterogeneous = HeterogeneousReads(self.worker, reader)
+        peer = rank.metadata
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)
-        reads.admit(rank)
+        reader.heterogeneous.admit(rank)
         told = one_line(f"{shown(peer.engine_id)}: it has {peer}")
         _LOG.info("reading from engine %s; we have %s", told, reader.ours)
         return rank.agent

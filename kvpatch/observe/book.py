@@ -44,12 +44,6 @@ class Sample(NamedTuple):
     value: float
 
 
-class Checked(Protocol):
-    """A read of a load; its verdict is None where it knows nothing, or not yet."""
-
-    verdict: CheckResult | None
-
-
 @dataclass(eq=False)
 class ComparedRead:
     """The result of comparing a read of a load with P's digest of it.
@@ -62,12 +56,18 @@ class ComparedRead:
     layer: str = ""
 
 
+class Checked(Protocol):
+    """A read of a load; each is None where nothing is known, or not yet."""
+
+    verdict: CheckResult | None
+    compared: ComparedRead | None
+
+
 @dataclass
 class _Load:
     """The facts of one load before it is reported."""
 
     lifetimes: list[Checked] = field(default_factory=list)
-    compared: list[ComparedRead] = field(default_factory=list)
     has_failed: bool = False
 
 
@@ -118,16 +118,9 @@ class Book:
             raise
 
     def watch(self, request_id: str, lifetime: Checked) -> None:
-        """Counts a load also by the verdict of one of its reads. For the engine's thread."""
+        """Counts a load also by what one of its reads has found. For the engine's thread."""
         if self._is_asked:  # a peer is read steps after the first
             self._load(request_id).lifetimes.append(lifetime)
-
-    def compare(self, request_id: str) -> ComparedRead:
-        """Counts a load also by what a digest says of one of its reads. For the engine's thread."""
-        compared = ComparedRead()
-        if self._is_asked:
-            self._load(request_id).compared.append(compared)
-        return compared
 
     def fail(self, request_id: str) -> None:
         """Books that a load has failed which the release will report as received (<= 0.29).
@@ -184,12 +177,13 @@ def _proven(load: _Load) -> Iterator[tuple[Metric, str]]:
 
     Loads that failed for other reasons are not counted.
     """
-    alarm = next((one for one in load.compared if one.proof is Proof.ALARM), None)
+    compared = [one.compared for one in load.lifetimes if one.compared is not None]
+    alarm = next((one for one in compared if one.proof is Proof.ALARM), None)
     if alarm is not None:
         yield DIGESTS, Proof.ALARM.value
         yield DIGEST_ALARMS, alarm.layer
     elif not load.has_failed:
-        found = [one.proof for one in load.compared] or [Proof.UNCHECKED]
+        found = [one.proof for one in compared] or [Proof.UNCHECKED]
         yield DIGESTS, max(found, key=list(Proof).index).value
 
 

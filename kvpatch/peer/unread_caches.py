@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import ONE_SIZE, refuse_other_rows, unknown_kind
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
 from kvpatch.worker.recurrent_state import StateDivision
+from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
 
 
@@ -181,3 +183,40 @@ def _shared_ring(layer: str, ranks: str) -> PeerRefused:
         f"has {ranks} ranks",
         ONE_SIZE,
     )
+
+
+# --- smaller blocks, which the release joins to larger ones ---------------------------------
+
+
+def why_misread(release: ReleaseWorker) -> str:
+    """Returns why the release puts wrong bytes into larger blocks, whatever the request, or ""."""
+    contexts = max(release.context_sizes[:1], default=1)
+    is_mla, layout = bool(release.worker.use_mla), release.stated_layout
+    return why_joined_wrongly(release.key_order(), contexts, layout, release.facts, is_mla=is_mla)
+
+
+def why_joined_wrongly(
+    key_order: KeyOrder | None,
+    decode_contexts: int,
+    layout: str | None,
+    facts: ReleaseFacts,
+    *,
+    is_mla: bool,
+) -> str:
+    """Does the same by what is known of a cache.
+
+    Args:
+        key_order: None where nobody knows it.
+        decode_contexts: ranks that share out a block's tokens.
+    """
+    if key_order is not KeyOrder.ROW_MAJOR:
+        return "takes keys that the backend keeps by column for rows"
+    if decode_contexts > 1 and not facts.states_context_parallelism:
+        return "does not know that ranks share out the tokens of a block"
+    if facts.pairs_heads_by_layout:
+        return ""
+    if is_mla:  # [block, 1, token, channel], of which it takes the second for tokens
+        return "zeroes all of a prompt's last block (0.29 to 0.31)" if facts.names_layouts else ""
+    if facts.cache_shape != "keys first":
+        return "puts heads in wrong places of larger blocks (0.23 to 0.31)"
+    return "" if layout == "HND" else "takes NHD for HND in larger blocks"

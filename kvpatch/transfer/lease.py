@@ -24,12 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import FACTS
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.nixl import errors_of
+
+if TYPE_CHECKING:
+    from kvpatch.geometry.plane import HeadName
+    from kvpatch.observe.book import ComparedRead
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
 
@@ -172,21 +176,33 @@ class Check(Protocol):
 
 @dataclass(eq=False)
 class Lifetime:
-    """The state of the blocks that one read reads, as far as D knows it.
+    """The state of the blocks that one read of a rank reads, as far as D knows it.
 
     Attributes:
-        request_id, agent: for the log.
+        agent, number: NIXL's name of the rank, and P's number of it.
+        mask: hides the rank's addresses in P's answers; None where it is not known.
         checks: the checks that are still to be asked, in order.
         verdict: the result that the read has found; None where there is none, or not yet.
+        compared: what a digest says of the read; None where nothing is compared with one.
         fail_check: called on any thread if a check fails the read.
+        is_paced: whether a thread drives the read, and not the next step alone.
+        taken: heads that come from other ranks, and are not compared with what this one has;
+            None where the release reads, which may fill some from several.
+        is_idle: whether nothing is read, so that nobody minds what the rank holds.
     """
 
     lease: Lease = field(default_factory=Lease)
     request_id: str = ""
     agent: str = ""
+    number: int = 0
+    mask: int | None = None
     checks: tuple[Check, ...] = ()
     verdict: CheckResult | None = None
+    compared: ComparedRead | None = None
     fail_check: Callable[[], None] | None = None
+    is_paced: bool = False
+    taken: frozenset[HeadName] | None = None
+    is_idle: bool = False
     _is_held: bool = field(default=False, init=False)
 
     @property

@@ -13,12 +13,11 @@ from kvpatch.core.errors import PeerRefused, ReadRefused, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.segments import BlockList, kernel_blocks
-from kvpatch.load.read_dispatch import request_read
+from kvpatch.load.read_dispatch import Blocks, remote_slice, request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.load.reader import Reader
-from kvpatch.load.smaller_blocks import Blocks, mend_pairing, remote_slice, why_misread
 from kvpatch.peer.decision import decide
-from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unread_caches import UnreadCache, why_misread
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.state import worker_state
 
@@ -140,36 +139,33 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ranks", "theirs", "words"),
+    ("ours", "theirs", "context_ranks", "meta", "named", "reason"),
     [
-        # A hit may be anywhere: 97 to 192 tokens, in blocks of 64 two or three.
-        (None, 1, Blocks(48, 2), "ENABLE_KVPATCH"),
-        (60, 2, Blocks(32, 1), "context parallelism"),  # which pairs one to one
+        # 97 to 192 tokens, in blocks of 64 two or three
+        (Blocks(64, 1), Blocks(48, 2), 1, _meta([1], [10, 11], None), 1, "ENABLE_KVPATCH"),
+        (Blocks(64, 1), Blocks(32, 1), 2, _meta([1], [10, 11], 60), 6, "context parallelism"),
+        (Blocks(48, 2), Blocks(32, 2), 1, _meta([1], [10, 11, 12], 150), 2, "--block-size"),
     ],
 )
-def test_what_cannot_be_paired(tokens: int | None, ranks: int, theirs: Blocks, words: str) -> None:
-    with pytest.raises(ReadRefused, match=words):
-        mend_pairing(
-            _worker(ranks), _meta([1], [10, 11], tokens), _ATTENTION, (Blocks(64, 1), theirs)
-        )
-
-
-def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
-    worker, meta = _worker(), _meta([1], [10, 11, 12], 150)
+def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told(
+    ours: Blocks, theirs: Blocks, context_ranks: int, meta: Any, named: int, reason: str
+) -> None:
+    """It names as many blocks as have the release prepare a transfer."""
+    worker = _worker(dcp_size=context_ranks)
     own, booked = worker.nixl_wrapper, worker.transfer_topo.get_engine_info("P")
-    worker.block_size, worker._physical_blocks_per_logical_kv_block = 48, 2
-    booked.remote_physical_blocks_per_logical = 2
+    worker.block_size, worker._physical_blocks_per_logical_kv_block = ours
+    booked.remote_block_size, booked.remote_physical_blocks_per_logical = theirs
     spec = SimpleNamespace(kv_cache_specs=None)
     worker.kv_cache_config = SimpleNamespace(
         transfer_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
     )
     with request_read(worker, "request", meta):
         count = len(meta.remote.block_ids[0])
-        with pytest.raises(ReadRefused, match="--block-size"):
+        with pytest.raises(ReadRefused, match=reason):
             worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0] * count, b"req:1")
     assert worker.nixl_wrapper is own
     assert own.told == [("agent of P", b"req:1")]
-    assert count == 2  # as many as have the release prepare a transfer
+    assert count == named
 
 
 @pytest.mark.parametrize("theirs", [[0, 0, 1], [0, 0, 0]])

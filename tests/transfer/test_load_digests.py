@@ -27,6 +27,7 @@ from kvpatch.checks.worker_digests import DigestMaker, Order
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.book import Book, ComparedRead, Sample
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, CheckResult, Proof
+from kvpatch.transfer.lease import Lifetime
 
 from .digest_world import Engine, Rank, request_of
 from .staged_world import SECONDS, Held, World, connected_world, waits_for
@@ -433,8 +434,7 @@ def test_each_load_is_counted_once():
 
     def told(name: str, *proofs: Proof, failed: bool = False) -> list[Sample]:
         for number, proof in enumerate(proofs):
-            compared = book.compare(name)
-            compared.proof, compared.layer = proof, f"layers.{number}"
+            book.watch(name, Lifetime(compared=ComparedRead(proof, f"layers.{number}")))
         book.report({name}, {name} if failed else ())
         return [one for one in book.take() if one.name in (DIGESTS.name, DIGEST_ALARMS.name)]
 

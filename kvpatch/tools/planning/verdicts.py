@@ -16,11 +16,11 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.core.errors import SEND_ONE, BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.smaller_blocks import why_joined_wrongly
 from kvpatch.peer import peer_hash as hashed
 from kvpatch.peer.decision import Decision, LocalCache, Read, Stock, decide
 from kvpatch.peer.other_releases import speak_alike
 from kvpatch.peer.statement import BY_WORD, DeclaredGeometry, word_of
+from kvpatch.peer.unread_caches import why_joined_wrongly
 from kvpatch.tools.planning.arguments import ANSWERED, nearest, plain, whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import Pair, PlannedEngine
