@@ -19,7 +19,7 @@ from kvpatch.checks.digests import (
     written,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, planes_of_heads
+from kvpatch.geometry.plane import Content
 
 from .slow_digests import as_numbers, digests_of
 
@@ -148,32 +148,3 @@ def test_a_sample_is_whole_ranges_of_all_parts(first: int, end: int, size: int, 
 def test_runs_that_touch_are_one():
     assert joined([(0, 16), (16, 20), (32, 48)]) == ((0, 20), (32, 48))
     assert joined([]) == ()
-
-
-def plane(*, is_whole: bool = False) -> Plane:
-    return Plane(
-        "a",
-        Content.KEY,
-        1000,
-        Strides(block=400, head=100, token=10, channel=2),
-        Counts(blocks=3, heads=4, block_tokens=10, channels=5),
-        2,
-        8,
-        Memory("DRAM"),
-        is_whole,
-    )
-
-
-def test_heads_of_a_plane():
-    assert planes_of_heads(plane(), range(20)) == [plane()]
-    assert planes_of_heads(plane(), [3, 12]) == []
-    first, second = planes_of_heads(plane(), {9, 11, 40})
-    assert (first.first_head, first.counts.heads, first.address) == (9, 1, 1100)
-    assert (second.first_head, second.counts.heads, second.address) == (11, 1, 1300)
-    (both,) = planes_of_heads(plane(), {9, 10})
-    assert (both.first_head, both.end_head, both.address) == (9, 11, 1100)
-
-
-def test_a_block_that_is_a_whole_has_all_of_its_heads_or_none():
-    assert planes_of_heads(plane(is_whole=True), range(8, 12)) == [plane(is_whole=True)]
-    assert planes_of_heads(plane(is_whole=True), range(8, 11)) == []

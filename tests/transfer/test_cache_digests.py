@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,25 +92,27 @@ def test_a_cache_that_is_read_in_slices_has_the_same_sums(
     assert as_numbers(Engine(request, Rank()).digests(24)) == as_numbers(whole)
 
 
+def assert_device_sums(memory: torch.Tensor, planes: Sequence[Plane], blocks: BlockList) -> None:
+    """A device's sums of all the planes' blocks are those of the host."""
+    memories = memories_of(dict.fromkeys((plane.layer for plane in planes), memory))
+    counts = planes[0].counts
+    for alike in TableTokens({}, memories, tuple(planes), blocks, 0, blocks.end_token).alike():
+        numbers = alike.numbers(blocks.block_ids)
+        view = alike.view(int(numbers.max()) + 1)
+        weights = Weights(SEED).words(-(-counts.channels * planes[0].item_bytes // 4))
+        told = torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64))
+
+        on_device = device_sums(view, *told, counts.block_tokens)
+
+        assert torch.equal(on_device, host_sums(view, numbers, weights, counts.block_tokens))
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD", "CPU_packed"])
 @pytest.mark.parametrize(("channels", "item_bytes"), [(8, 2), (3, 1), (3, 2), (5, 4)])
 def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: int) -> None:
     request = request_of(channels=channels, item_bytes=item_bytes)
     engine = Engine(request, Rank(layout))
-    memories = memories_of(dict.fromkeys((p.layer for p in engine.planes), engine.memory))
-    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
-    for alike in table.alike():
-        numbers = alike.numbers(engine.blocks.block_ids)
-        view = alike.view(int(numbers.max()) + 1)
-        weights = Weights(SEED).words(-(-channels * item_bytes // 4))
-
-        tokens = engine.planes[0].counts.block_tokens
-        on_device = device_sums(
-            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), tokens
-        )
-        on_host = host_sums(view, numbers, weights, tokens)
-
-        assert torch.equal(on_device, on_host)
+    assert_device_sums(engine.memory, engine.planes, engine.blocks)
 
 
 @given(st.integers(0, 60), st.integers(1, 10), st.sampled_from([1, 7, 16, 32]))

@@ -39,24 +39,6 @@ def without(kind: type, name: str) -> Iterator[None]:
         yield
 
 
-def test_work_is_done_when_somebody_waits_for_it(late: LateModule) -> None:
-    """And in another order, where nothing says which comes first."""
-    memory = LateTensor(torch.zeros(4, dtype=torch.uint8))
-    memory.fill_(1)
-    event = late.model.record_event()
-    memory.fill_(2)
-    side = late.Stream()
-    with late.stream(side):
-        found = memory.index_select(0, torch.tensor([1, 3]).to("late", non_blocking=True))
-        to_host = found.to("cpu", non_blocking=True)
-    assert memory.held.tolist() == [0] * 4
-    side.synchronize()
-    assert to_host.tolist() == [0, 0]
-    assert not event.query()
-    assert event.query() and memory.held.tolist() == [1] * 4
-    assert memory.cpu().tolist() == [2] * 4
-
-
 def test_threads_of_ours_are_on_the_engines_device(late: LateModule, untried: None) -> None:
     """A thread goes back to its own device behind a stream, and the first GPU is many ranks'."""
     device = torch.device("late", 0)
