@@ -218,8 +218,8 @@ def test_values_before_their_keys_are_never_one_run_with_them() -> None:
     ],
 )
 def test_keys_and_values_that_differ_in_one_thing(
-    key_strides: Strides, key_channels: int, value_strides: Strides, value_channels: int, apart: int
-) -> None:
+    key_strides, key_channels, value_strides, value_channels, apart
+):
     counts = Counts(2, 2, 4, key_channels)
     keys = plane(strides_bytes=key_strides, counts=counts)
     values = plane(
@@ -263,13 +263,8 @@ def test_planes_that_do_not_match_are_refused(remote: Plane) -> None:
     ],
 )
 def test_segments_outside_a_plane_are_refused(
-    name: str,
-    remote_ids: list[int],
-    remote_tokens: int,
-    local_ids: list[int],
-    local_tokens: int,
-    found: str,
-) -> None:
+    name, remote_ids, remote_tokens, local_ids, local_tokens, found
+):
     planes = named_layout(name).planes(CacheSizes(1, 2, 2, 4, 8, 2), SOURCE, DRAM)
     remote = BlockList(np.array(remote_ids), remote_tokens)
     local = BlockList(np.array(local_ids), local_tokens)
@@ -352,9 +347,7 @@ def _plan(count: int, run_bytes: int) -> Plan:
         (1 << 30, 2, [1, 1]),
     ],
 )
-def test_a_post_takes_enough_runs_to_be_spread(
-    run_bytes: int, count: int, taken: list[int]
-) -> None:
+def test_a_post_takes_enough_runs_to_be_spread(run_bytes, count, taken):
     plan = _plan(count, run_bytes)
     found, left = [], plan
     while len(left):

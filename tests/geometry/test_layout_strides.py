@@ -99,9 +99,7 @@ def _dense_blocks(draw: st.DrawFn) -> tuple[DenseBlocks, tuple[Plane, ...]]:
 
 
 @given(_dense_blocks())
-def test_a_dense_block_is_an_array_of_its_axes(
-    drawn: tuple[DenseBlocks, tuple[Plane, ...]],
-) -> None:
+def test_a_dense_block_is_an_array_of_its_axes(drawn):
     """The oracle numbers a dense array's items and takes each content out of it."""
     dense, like = drawn
     widths = [plane.counts.channels for plane in like]

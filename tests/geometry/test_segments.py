@@ -104,9 +104,7 @@ def test_kernel_blocks() -> None:
         (blocks([1, 2], 16), blocks([3, 3], 16), 0, 17, "1 of 2 repeated"),
     ],
 )
-def test_lists_that_lack_tokens_are_refused(
-    remote: BlockList, local: BlockList, first: int, end: int, found: str
-) -> None:
+def test_lists_that_lack_tokens_are_refused(remote, local, first, end, found):
     with pytest.raises(UnpairableBlocks, match=found):
         pair_blocks(remote, local, first, end)
 

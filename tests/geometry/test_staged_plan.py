@@ -166,9 +166,7 @@ def test_a_segment_outside_a_plane_is_refused(drawn: Any, data: Any) -> None:
         ("LBNHC", {"copy_bytes_per_second": 1e8}, True),
     ],
 )
-def test_each_cost_decides_where_it_is_extreme(
-    layout: str, changed: dict[str, float], expected: bool
-) -> None:
+def test_each_cost_decides_where_it_is_extreme(layout, changed, expected):
     """Whether blocks of HND are read directly out of another layout's."""
     sizes = CacheSizes(1, 8, 8, 16, 128, 2)
     remote = named_layout(layout).planes(sizes, 0, DRAM)

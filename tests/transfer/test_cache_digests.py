@@ -66,9 +66,7 @@ def worlds(draw: st.DrawFn) -> tuple[Request, list[Rank], int]:
 
 @settings(max_examples=150)
 @given(worlds())
-def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(
-    world: tuple[Request, list[Rank], int],
-) -> None:
+def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(world):
     request, ranks, range_tokens = world
     found = of_all_ranks([Engine(request, rank).digests(range_tokens) for rank in ranks])
 
@@ -80,9 +78,7 @@ def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 700, 5_000])
-def test_a_cache_that_is_read_in_slices_has_the_same_sums(
-    monkeypatch: pytest.MonkeyPatch, slice_bytes: int
-) -> None:
+def test_a_cache_that_is_read_in_slices_has_the_same_sums(monkeypatch, slice_bytes):
     """Slices of planes and of blocks, and on the host slices of these."""
     request = request_of()
     whole = Engine(request, Rank()).digests(24)
@@ -116,9 +112,7 @@ def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: 
 
 
 @given(st.integers(0, 60), st.integers(1, 10), st.sampled_from([1, 7, 16, 32]))
-def test_parts_of_a_request_have_the_sums_that_the_whole_has(
-    first: int, length: int, block_tokens: int
-) -> None:
+def test_parts_of_a_request_have_the_sums_that_the_whole_has(first, length, block_tokens):
     """Behind a prefix hit, in other blocks: positions are the request's."""
     request = request_of(layers=1, heads=1)
     whole = Engine(request, Rank(heads=range(1))).digests(10)

@@ -203,9 +203,7 @@ class TestChecks:
         assert not made.nixl.calls
 
     @pytest.mark.parametrize(("is_read", "is_seen"), [(True, True), (True, False), (False, False)])
-    def test_that_nobody_waits_for_let_p_go_once_all_is_read(
-        self, is_read: bool, is_seen: bool
-    ) -> None:
+    def test_that_nobody_waits_for_let_p_go_once_all_is_read(self, is_read, is_seen):
         """Another rank's transfer has failed the request; P is left alone while it is read."""
         made = Made()
         made.hold(None)
@@ -229,9 +227,7 @@ class TestBeforeAnythingIsRead:
         assert made.nixl.calls == ["hold before", "transfer"]
 
     @pytest.mark.parametrize("is_over", [False, True])
-    def test_the_lease_decides_where_a_check_proves_nothing(
-        self, clock: Clock, is_over: bool
-    ) -> None:
+    def test_the_lease_decides_where_a_check_proves_nothing(self, clock, is_over):
         made = Made(Lease(clock.now + (-1.0 if is_over else 1.0)))
         made.hold(UNPROVEN, is_due=True)
         read = made.begin()

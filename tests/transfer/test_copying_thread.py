@@ -214,12 +214,15 @@ def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
 
 
 def test_a_read_whose_copies_fail_is_collected_at_once(engine, monkeypatch):
-    """Its space is given back when it is: no error may hold what it was raised in."""
+    """Its space is given back when it is: no error may hold what it was raised in.
 
-    def fails(*_: Any) -> None:
+    Fake: a device that says so when it is asked for a copy.
+    """
+
+    def fails() -> bool:
         raise ValueError("made up")
 
-    monkeypatch.setattr(caches_module, "place_in_host_memory", fails)
+    monkeypatch.setattr(Caches, "place", lambda *_: fails)
     read = engine.staged()
     gone = weakref.ref(read)
     gc.disable()

@@ -27,7 +27,7 @@ from kvpatch.transfer.one_memory import storage_of
 from tests.geometry.interpreted_kernel import compiled, interpreted_kernel
 from tests.geometry.test_tiles import rows_of
 
-from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
+from .digest_world import SEED, Engine, Rank, as_whole, request_of
 from .test_cache_digests import worlds
 from .test_tiles import held
 
@@ -70,9 +70,7 @@ def assert_sums(
 
 @settings(max_examples=15, deadline=None)
 @given(worlds(), st.booleans())
-def test_any_cache_has_the_sums_that_it_has_on_the_host(
-    world: tuple[Request, list[Rank], int], is_whole: bool
-) -> None:
+def test_any_cache_has_the_sums_that_it_has_on_the_host(world, is_whole):
     request, ranks, range_tokens = world
     for rank in ranks:
         engine = Engine(request, rank)
@@ -189,9 +187,7 @@ def test_a_trial_leaves_the_samplers_numbers_alone(kernel: ModuleType) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_digest_waits_for_the_compiler(
-    kernel: ModuleType, sums: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_digest_waits_for_the_compiler(kernel, sums, monkeypatch):
     is_compiled = threading.Event()
     kernel_thread._thread.submit(is_compiled.wait, 60)
     monkeypatch.setattr(kernel_thread, "patience_seconds", 0.0)
@@ -205,9 +201,7 @@ def test_no_digest_waits_for_the_compiler(
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("axis", ["block", "head"])
-def test_the_trial_sees_another_block_and_head(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, layout: str, axis: str
-) -> None:
+def test_the_trial_sees_another_block_and_head(kernel, monkeypatch, layout, axis):
     piece, real = some_piece(layout=layout), kernel.sums_by_kernel
     assert kernel._is_right_for(piece)
 
@@ -222,12 +216,8 @@ def test_the_trial_sees_another_block_and_head(
 
 @pytest.mark.parametrize("fault", ["other bytes", "no compiler", "full disk"])
 def test_one_that_is_wrong_or_does_not_compile_is_not_used(
-    kernel: ModuleType,
-    untried: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-) -> None:
+    kernel, untried, monkeypatch, caplog, fault
+):
     class NoKernel:
         def __getitem__(self, _: Any) -> Any:
             if fault == "other bytes":
@@ -244,9 +234,7 @@ def test_one_that_is_wrong_or_does_not_compile_is_not_used(
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("unit", "width"), [("uint32", 64), ("uint8", 1024), ("uint16", 1)])
-def test_it_compiles_to_a_gpus_code(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: int, unit: str, width: int
-) -> None:
+def test_it_compiles_to_a_gpus_code(kernel, monkeypatch, capability, unit, width):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(kernel, "_plus", triton.JITFunction(kernel._plus.fn))
     values = {"UNIT": getattr(triton.language, unit), "WIDTH": width, "HEAD": 18, "HEADS": 4}

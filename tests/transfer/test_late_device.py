@@ -89,9 +89,7 @@ class LateWorld(World):
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_a_read_comes_after_steps_that_were_queued_before(
-    late: LateModule, is_direct: bool
-) -> None:
+def test_a_read_comes_after_steps_that_were_queued_before(late, is_direct):
     """By the staging pool, and straight to its place; and waits for no later step."""
     assert LateWorld(late).load(is_direct=is_direct) == ("DONE", True, False)
 

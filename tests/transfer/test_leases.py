@@ -142,9 +142,7 @@ class TestWhenDWasGivenARequest:
         assert waits.since(clock.time()) == 0.0
         assert waits.since(clock.time() - 50.0) == 50.0
 
-    def test_the_first_counts_as_none_where_no_scheduler_of_vllms_takes_it(
-        self, clock: Clock
-    ) -> None:
+    def test_the_first_counts_as_none_where_no_scheduler_of_vllms_takes_it(self, clock):
         waits = Waits()
         assert waits.since(clock.time() - 7.0) == 0.0
         assert waits.since(clock.time() - 57.0) == pytest.approx(50.0)
@@ -184,9 +182,7 @@ class TestWhenDWasGivenARequest:
             waits.take(clock.time() - 40.0)
         assert waits.since(clock.time() - 40.0) == pytest.approx(39.998)
 
-    def test_a_worker_counts_what_a_message_has_waited_for_it(
-        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_worker_counts_what_a_message_has_waited_for_it(self, clock, monkeypatch):
         """It is behind a stall, and its machine was started before the scheduler's."""
         monkeypatch.setattr(read_request, "_MESSAGES", Waits(lambda: clock.now))
         apart = 7000.0

@@ -108,9 +108,7 @@ def test_as_on_a_device(layers: list[torch.Tensor], is_even: bool, is_determinis
 
 
 @pytest.mark.parametrize("bytes_too_far", [-BLOCK_BYTES, 2])
-def test_what_would_leave_its_layer_is_refused(
-    layers: list[torch.Tensor], bytes_too_far: int
-) -> None:
+def test_what_would_leave_its_layer_is_refused(layers, bytes_too_far):
     first, *others = placements_in(layers, is_even=True)
     highest = int(first.segments.local_block.max())
     at = first.local_address + (LAYER_BYTES - (highest + 1) * BLOCK_BYTES) + bytes_too_far
@@ -134,9 +132,7 @@ def test_memory_that_was_given_back_is_refused(layers: list[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such pointer"), None])
-def test_a_device_whose_memory_torch_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError | None
-) -> None:
+def test_a_device_whose_memory_torch_does_not_take(monkeypatch, error):
     """It raises, or it has copied to somewhere else: layers are placed by themselves then."""
 
     def as_tensor(found: object, device: torch.device) -> torch.Tensor:

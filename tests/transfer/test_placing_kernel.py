@@ -83,9 +83,7 @@ def test_a_device_with_triton_uses_it(kernel: ModuleType) -> None:
     assert placing_on(CPU) is place_on_device
 
 
-def test_no_read_waits_for_the_compiler(
-    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_read_waits_for_the_compiler(kernel, launches, untried, monkeypatch):
     """Neither for the trial's kernels nor for its own; and it uses them when they are there."""
     is_compiled = threading.Event()
     kernel_thread._thread.submit(is_compiled.wait, 60)
@@ -111,13 +109,8 @@ def test_no_read_waits_for_the_compiler(
     ],
 )
 def test_one_that_is_wrong_or_does_not_compile_is_not_used(
-    kernel: ModuleType,
-    untried: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    is_tried: bool,  # noqa: FBT001
-) -> None:
+    kernel, untried, monkeypatch, caplog, fault, is_tried
+):
     """Triton compiles it for each number of axes anew."""
     from triton.errors import TritonError
 
@@ -140,9 +133,7 @@ def test_one_that_is_wrong_or_does_not_compile_is_not_used(
     assert fault in caplog.text and len(caplog.records) == 1
 
 
-def test_memory_that_is_short_for_once_ends_no_kernel(
-    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_short_for_once_ends_no_kernel(kernel, launches, untried, monkeypatch):
     with monkeypatch.context() as patch:
         full = Launches(kernel._copy, torch.OutOfMemoryError("no memory"))
         patch.setattr(kernel, "_copy", full)
@@ -154,9 +145,7 @@ def test_memory_that_is_short_for_once_ends_no_kernel(
 
 @pytest.mark.parametrize("item", [2, 4, 8])
 @pytest.mark.parametrize("fault", ["block", "layer"])
-def test_the_trial_sees_another_block_and_layer(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, item: int, fault: str
-) -> None:
+def test_the_trial_sees_another_block_and_layer(kernel, monkeypatch, item, fault):
     real = kernel.place_by_kernel
 
     def wrong(staging: torch.Tensor, into: Any) -> None:
@@ -189,9 +178,7 @@ def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
     assert torch.equal(torch.cat(placed), staging)
 
 
-def test_more_than_it_can_count_is_refused(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_it_can_count_is_refused(kernel, monkeypatch):
     monkeypatch.setattr(kernel, "_MOST_UNITS", 10)
     with pytest.raises(UnplannableCopy, match="expected at most 10 units"):
         kernel.is_right_on(CPU)
@@ -199,9 +186,7 @@ def test_more_than_it_can_count_is_refused(
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("item", "items"), [("int8", 1), ("int64", 1), ("int64", 2)])
-def test_it_compiles_to_a_gpus_code(
-    kernel: ModuleType, capability: int, item: str, items: int
-) -> None:
+def test_it_compiles_to_a_gpus_code(kernel, capability, item, items):
     """16 bytes at once."""
     values = {"ITEM": getattr(kernel.tl, item), "ITEMS": items, "AXES": 5, "TILE": 1024}
     signature = {"table": "*i64", "tiles_at": "i32"}

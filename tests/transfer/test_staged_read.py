@@ -22,7 +22,6 @@ from .staged_world import (
     OVER,
     SECONDS,
     Failing,
-    World,
     finish,
     is_told_nothing,
     notifications,
@@ -46,9 +45,7 @@ class LateStep:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_goes_straight_to_its_place_waits_for_steps_before(
-    world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_what_goes_straight_to_its_place_waits_for_steps_before(world, monkeypatch, waits):
     """A step that was queued before the read began must not write over what the read brings."""
     step = LateStep(world.target)
     monkeypatch.setattr(caches_module.Caches, "mark", lambda self: step)
