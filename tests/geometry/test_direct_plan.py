@@ -252,25 +252,20 @@ def test_planes_that_do_not_match_are_refused(remote: Plane) -> None:
         plan_copy(pair_blocks(ONE, ONE, 0, 4), [remote], [plane()])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
-    ("remote_ids", "remote_tokens", "local_ids", "local_tokens", "found"),
+    ("remote", "local", "found"),
     [
-        ([2], 4, [0], 4, "remote segments.*blocks up to 2"),
-        ([0], 4, [2], 4, "local segments.*blocks up to 2"),
-        ([0], 5, [0, 1], 4, "remote segments.*tokens up to 4"),
-        ([0, 1], 4, [0], 5, "local segments.*tokens up to 4"),
+        (([2], 4), ([0], 4), "remote segments.*blocks up to 2"),
+        (([0], 4), ([2], 4), "local segments.*blocks up to 2"),
+        (([0], 5), ([0, 1], 4), "remote segments.*tokens up to 4"),
+        (([0, 1], 4), ([0], 5), "local segments.*tokens up to 4"),
     ],
 )
-def test_segments_outside_a_plane_are_refused(
-    name, remote_ids, remote_tokens, local_ids, local_tokens, found
-):
-    planes = named_layout(name).planes(CacheSizes(1, 2, 2, 4, 8, 2), SOURCE, DRAM)
-    remote = BlockList(np.array(remote_ids), remote_tokens)
-    local = BlockList(np.array(local_ids), local_tokens)
-    end = min(remote.end_token, local.end_token)
+def test_segments_outside_a_plane_are_refused(remote, local, found):
+    sides = [BlockList(np.array(ids), tokens) for ids, tokens in (remote, local)]
+    segments = pair_blocks(*sides, 0, min(one.end_token for one in sides))
     with pytest.raises(UnplannableCopy, match=found):
-        plan_copy(pair_blocks(remote, local, 0, end), planes, planes)
+        plan_copy(segments, [plane()], [plane()])
 
 
 def test_a_value_plane_with_fewer_blocks_is_refused() -> None:

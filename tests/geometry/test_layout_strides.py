@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
@@ -26,8 +24,7 @@ from kvpatch.geometry.layout_strides import (
     inner_layout,
     layer_by_layer,
 )
-from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, TensorFacts
-from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 
 from .reference import byte_offset
 from .whole_caches import CacheSizes, named_layout
@@ -37,33 +34,6 @@ pytestmark = pytest.mark.geometry
 MEMORY = Memory("VRAM", 1)
 # 2 layers, 5 blocks, 3 heads, 4 tokens, 8 channels of 2 bytes.
 SIZES = CacheSizes(2, 5, 3, 4, 8, 2)
-
-
-TENSORS = {
-    "NHD": (("kv", "block", "token", "head", "channel"), (2, 5, 4, 3, 8), (480, 96, 24, 8, 1)),
-    "HND": (("kv", "block", "token", "head", "channel"), (2, 5, 4, 3, 8), (480, 96, 8, 32, 1)),
-    "NHD_in_block": (
-        ("block", "kv", "token", "head", "channel"),
-        (5, 2, 4, 3, 8),
-        (192, 96, 24, 8, 1),
-    ),
-    "LBHNC": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 64, 16, 1)),
-    "LBNHC": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 16, 48, 1)),
-    "CPU_split": (
-        ("kv", "block", "head", "token", "channel"), (2, 5, 3, 4, 8), (480, 96, 32, 8, 1),
-    ),
-    "CPU_packed": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 64, 16, 1)),
-    "TPU": (("block", "token", "packed_head", "channel"), (5, 4, 6, 8), (192, 48, 8, 1)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_registered_tensor_reads_as_its_layout(name: str) -> None:
-    dimensions, shape, strides = TENSORS[name]
-    layout = named_layout(name)
-    facts = TensorFacts(4096, shape, strides, 2, MEMORY, 4096, 1920)
-    read = read_planes("layer.0", facts, DimensionOrder(dimensions), layout.key_order)
-    assert read == layout.planes(replace(SIZES, layers=1), 4096, MEMORY)
 
 
 _BLOCK_AXES = (HND, NHD, PACKED_HND, PACKED_NHD, BY_COLUMN)

@@ -118,20 +118,22 @@ def test_the_nth_layers_of_all_groups_have_one_place(groups, places):
     assert found == tuple(_names(*place) for place in places)
 
 
-def _pairs(first_token: int, remote_first: int, local_first: int) -> list[tuple[int, int]] | None:
+@pytest.mark.parametrize(
+    ("first_token", "remote_first", "local_first", "count"),
+    [
+        (0, 0, 0, 7),
+        (70, 64, 64, 3),  # a window that begins inside a block takes the whole of it
+        (70, 64, 56, None),  # blocks of other tokens
+    ],
+)
+def test_blocks_of_the_same_tokens_pair_whole(first_token, remote_first, local_first, count):
     remote = BlockList(np.arange(10, 20), 16, remote_first)
     local = BlockList(np.arange(50, 60), 16, local_first)
+
     found = pair_whole_blocks(pair_blocks(remote, local, first_token, 100))
-    return None if found is None else list(zip(*(c.tolist() for c in found), strict=True))
 
-
-def test_blocks_of_the_same_tokens_pair_whole() -> None:
-    assert _pairs(0, 0, 0) == [(10 + n, 50 + n) for n in range(7)]
-
-
-def test_a_window_that_begins_inside_a_block_takes_the_whole_of_it() -> None:
-    assert _pairs(70, 64, 64) == [(10, 50), (11, 51), (12, 52)]
-
-
-def test_blocks_of_other_tokens_do_not() -> None:
-    assert _pairs(70, 64, 56) is None
+    if count is None:
+        assert found is None
+    else:
+        pairs = list(zip(*(column.tolist() for column in found), strict=True))
+        assert pairs == [(10 + n, 50 + n) for n in range(count)]

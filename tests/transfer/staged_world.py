@@ -198,6 +198,13 @@ class Engine:
     def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
         return BackgroundRead(self.staged(agent, **how), self.thread)
 
+    def load(self) -> None:
+        """A read of the whole request, which has to come."""
+        read = self.read()
+        read.start()
+        assert finish(read) == ["DONE"]
+        assert self.world.is_identical()
+
     def stop(self) -> None:
         self.thread.stop()
         assert not self.thread.is_running

@@ -94,18 +94,17 @@ def test_a_read_comes_after_steps_that_were_queued_before(late, is_direct):
     assert LateWorld(late).load(is_direct=is_direct) == ("DONE", True, False)
 
 
-def test_a_staged_copy_without_its_wait_is_written_over(late: LateModule) -> None:
-    with without(LateStream, "wait_event"):
-        state, is_right, _ = LateWorld(late).load()
-    assert (state, is_right) == ("DONE", False)
-
-
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_a_read_that_does_not_ask_is_written_over(late: LateModule, is_direct: bool) -> None:
-    """Straight to its place: before the step. Staged: reported before its copies are done."""
-    with without(LateEvent, "query"):
-        world = LateWorld(late)
-        state, is_right, _ = world.load(is_direct=is_direct)
+@pytest.mark.parametrize(
+    ("kind", "wait", "is_direct"),
+    [
+        (LateStream, "wait_event", False),
+        (LateEvent, "query", False),  # it is reported before its copies are done
+        (LateEvent, "query", True),  # and this one goes to its place before the step
+    ],
+)
+def test_a_read_without_its_wait_is_written_over(late, kind, wait, is_direct):
+    with without(kind, wait):
+        state, is_right, _ = LateWorld(late).load(is_direct=is_direct)
     assert (state, is_right) == ("DONE", False)
 
 
@@ -145,14 +144,10 @@ def test_a_save_without_its_wait_is_of_other_bytes(late: LateModule, kind: type,
 
         def proven(pool: HostPool, *blocks: Any) -> None:
             real(pool, *blocks)
-            patch.setattr(kind, wait, no)
+            patch.setattr(kind, wait, lambda *_: None)
 
         patch.setattr(HostPool, "_save_and_look", proven)
         assert not Saved(late).is_right
-
-
-def no(*_: object) -> None:
-    """Waits for nothing."""
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -82,27 +82,21 @@ def caches_of(layers: list[torch.Tensor]) -> Caches:
 
 
 @pytest.mark.parametrize("is_even", [True, False])
-def test_layers_a_terabyte_apart(layers: list[torch.Tensor], is_even: bool) -> None:
-    wanted = placements_in(layers, is_even=is_even)
-    expected = one_by_one(layers, wanted)
-
-    caches_of(layers).place(noise(), wanted, None)
-
-    assert all(map(torch.equal, layers, expected))
-
-
-@pytest.mark.parametrize("is_even", [True, False])
-@pytest.mark.parametrize("is_deterministic", [True, False])
-def test_as_on_a_device(layers: list[torch.Tensor], is_even: bool, is_deterministic: bool) -> None:
+@pytest.mark.parametrize("way", ["host", "device", "deterministic device"])
+def test_layers_a_terabyte_apart(layers, is_even, way):
     """torch's deterministic mode would copy all of the rows elsewhere and back."""
     wanted = placements_in(layers, is_even=is_even)
     expected = one_by_one(layers, wanted)
-    into = [(storage_of(layer), one) for layer, one in zip(layers, wanted, strict=True)]
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
-        place_on_device(noise(), into)
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+    if way == "host":
+        caches_of(layers).place(noise(), wanted, None)
+    else:
+        into = [(storage_of(layer), one) for layer, one in zip(layers, wanted, strict=True)]
+        torch.use_deterministic_algorithms(way != "device")
+        try:
+            place_on_device(noise(), into)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     assert all(map(torch.equal, layers, expected))
 
