@@ -20,6 +20,7 @@ from kvpatch.geometry.layout_strides import (
     DenseBlocks,
     are_split,
     block_axes,
+    block_bytes,
     dense_strides,
     inner_layout,
     layer_by_layer,
@@ -91,6 +92,7 @@ def test_a_dense_block_is_an_array_of_its_axes(drawn):
             keys = expected[0].copy()
             flat = keys.reshape(dense.heads, -1)
             expected[0] = np.swapaxes(flat.reshape(dense.heads, widths[0], dense.tokens), 1, 2)
+    assert block_bytes(like) == items.size * like[0].item_bytes
     for plane, places in zip(dense.planes(like), expected, strict=True):
         assert (plane.first_head, plane.layer, plane.memory) == (7, "a", MEMORY)
         for block, head, token, channel in np.ndindex(3, *places.shape):

@@ -80,8 +80,8 @@ def test_any_cache_has_the_sums_that_it_has_on_the_host(world, is_whole):
 
 
 def test_more_heads_than_one_program_sums(kernel: ModuleType) -> None:
-    engine = Engine(request_of(layers=2, heads=10), Rank("NHD", heads=range(10)))
-    assert_sums(engine.memory, engine.planes, engine.blocks, (5, 70))
+    engine = Engine(request_of(layers=1, heads=10, tokens=40), Rank("NHD", heads=range(10)))
+    assert_sums(engine.memory, engine.planes, engine.blocks, (5, 40))
 
 
 @pytest.mark.parametrize("range_tokens", [16, 40])
@@ -111,11 +111,11 @@ def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
 
 
 def some_piece(seed: int = 1, layout: str = "HND") -> DigestPiece:
-    engine = Engine(request_of(), Rank(layout, seed=seed))
+    engine = Engine(request_of(layers=1, tokens=40), Rank(layout, seed=seed))
     memories = dict.fromkeys((p.layer for p in engine.planes), storage_of(engine.memory))
-    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
+    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 40)
     (alike,) = table.alike()
-    return next(table.pieces(alike, [(0, 70)], 16, Weights(SEED)))
+    return next(table.pieces(alike, [(0, 40)], 16, Weights(SEED)))
 
 
 def test_one_wrong_bit_is_seen(kernel: ModuleType) -> None:
