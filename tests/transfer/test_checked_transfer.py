@@ -291,7 +291,7 @@ class TestALease:
     def test_that_cannot_be_released_is_released_later(self, monkeypatch: Any) -> None:
         """From 0.30 on vLLM keeps blocks that NIXL may still write to, and tries again."""
         made = Made()
-        read = made.begin()
+        read = made.transfer()
         with monkeypatch.context() as meanwhile:
             meanwhile.setattr(made.nixl, "release_xfer_handle", refuse)
             for _ in range(2):
