@@ -1,9 +1,11 @@
-"""Brings in Triton's kernels to be run by Triton's interpreter, on a CPU."""
+"""Brings in Triton's kernels to be run by Triton's interpreter, on a CPU; and compiles them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,3 +20,25 @@ def interpreted_kernel(name: str = "kvpatch.transfer.placing_kernel") -> ModuleT
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         return import_module(name)
+
+
+def compiled(
+    kernel: Any, signature: Mapping[str, str], values: Mapping[str, Any], capability: int
+) -> str:
+    """Compiles a kernel, by the compiler that Triton brings, for a GPU that is not here.
+
+    Returns:
+        its assembly.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=triton.JITFunction(kernel.fn),
+        signature={**signature, **dict.fromkeys(values, "constexpr")},
+        constexprs=dict(values),
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert len(made.asm["cubin"]) > 1000
+    return str(made.asm["ptx"])

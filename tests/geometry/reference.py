@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
 
-from .planned import CopyAndZeros
 
-
-def positions(plane: Plane) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+def positions(plane: Plane) -> Iterator[tuple[tuple[int, ...], int]]:
     """Every (block, head, token, channel) of a plane with its address."""
-    strides = plane.strides_bytes
-    for block in range(plane.counts.blocks):
-        for head in range(plane.counts.heads):
-            for token in range(plane.counts.block_tokens):
-                for channel in range(plane.counts.channels):
-                    yield (
-                        (block, head, token, channel),
-                        plane.address
-                        + block * strides.block
-                        + head * strides.head
-                        + token * strides.token
-                        + channel * strides.channel,
-                    )
+    for place in product(*map(range, plane.counts)):
+        yield place, plane.address + byte_offset(plane, *place)
 
 
 def byte_offset(plane: Plane, block: int, head: int, token: int, channel: int) -> int:
@@ -48,6 +37,14 @@ def token_place(blocks: BlockList, token: int) -> tuple[int, int]:
     return int(blocks.block_ids[behind // blocks.block_tokens]), behind % blocks.block_tokens
 
 
+def _item(plane: Plane, blocks: BlockList, address: int, token: int, head: int, at: int) -> slice:
+    """The bytes of a channel of one of the model's heads, in memory from an address on."""
+    block, offset = token_place(blocks, token)
+    start = plane.address - address
+    start += byte_offset(plane, block, head - plane.first_head, offset, at)
+    return slice(start, start + plane.item_bytes)
+
+
 def slow_copy(
     source: bytes,
     source_address: int,
@@ -60,37 +57,13 @@ def slow_copy(
     tokens: range,
 ) -> None:
     """What a plan has to do, item by item."""
-    for ours in local_planes:
-        for theirs in remote_planes:
-            if (ours.layer, ours.content) != (theirs.layer, theirs.content):
-                continue
-            for head in range(
-                max(ours.first_head, theirs.first_head), min(ours.end_head, theirs.end_head)
-            ):
-                for token in tokens:
-                    remote_block, remote_offset = token_place(remote, token)
-                    local_block, local_offset = token_place(local, token)
-                    for channel in range(ours.counts.channels):
-                        start = (
-                            theirs.address
-                            - source_address
-                            + byte_offset(
-                                theirs,
-                                remote_block,
-                                head - theirs.first_head,
-                                remote_offset,
-                                channel,
-                            )
-                        )
-                        place = (
-                            ours.address
-                            - target_address
-                            + byte_offset(
-                                ours, local_block, head - ours.first_head, local_offset, channel
-                            )
-                        )
-                        item = ours.item_bytes
-                        target[place : place + item] = source[start : start + item]
+    for ours, theirs in product(local_planes, remote_planes):
+        if (ours.layer, ours.content) != (theirs.layer, theirs.content):
+            continue
+        first, end = max(ours.first_head, theirs.first_head), min(ours.end_head, theirs.end_head)
+        for place in product(tokens, range(first, end), range(ours.counts.channels)):
+            there = _item(theirs, remote, source_address, *place)
+            target[_item(ours, local, target_address, *place)] = source[there]
 
 
 def slow_zero(
@@ -98,24 +71,27 @@ def slow_zero(
 ) -> None:
     """Zeroes every token of the local blocks from ``first`` on."""
     for plane in planes:
-        for token in range(first, local.end_token):
-            block, offset = token_place(local, token)
-            for head in range(plane.counts.heads):
-                for channel in range(plane.counts.channels):
-                    place = plane.address - target_address
-                    place += byte_offset(plane, block, head, offset, channel)
-                    target[place : place + plane.item_bytes] = bytes(plane.item_bytes)
+        heads, channels = range(plane.first_head, plane.end_head), range(plane.counts.channels)
+        for place in product(range(first, local.end_token), heads, channels):
+            target[_item(plane, local, target_address, *place)] = bytes(plane.item_bytes)
 
 
 def execute(
-    plan: CopyAndZeros, source: bytes, source_address: int, target: bytearray, target_address: int
+    plan: Plan,
+    source: bytes,
+    source_address: int,
+    target: bytearray,
+    target_address: int,
+    written: set[int] | None = None,
 ) -> None:
-    """Does a plan's runs; a run outside either side, or written twice, is an error."""
-    written: set[int] = set()
-    for remote, address, length in zip(
-        plan.remote_address.tolist(), plan.local_address.tolist(), plan.length.tolist(), strict=True
-    ):
-        start, place = remote - source_address, address - target_address
+    """Does a plan's runs; a run outside either side, or written twice, is an error.
+
+    Args:
+        written: by other plans; the plan's runs are added.
+    """
+    written = set() if written is None else written
+    columns = plan.remote_address - source_address, plan.local_address - target_address, plan.length
+    for start, place, length in zip(*(column.tolist() for column in columns), strict=True):
         assert length > 0
         assert start >= 0 and start + length <= len(source)
         assert place >= 0 and place + length <= len(target)
@@ -123,11 +99,3 @@ def execute(
         assert written.isdisjoint(run)
         written.update(run)
         target[place : place + length] = source[start : start + length]
-    for address, length in zip(plan.zero_address.tolist(), plan.zero_length.tolist(), strict=True):
-        place = address - target_address
-        assert length > 0
-        assert place >= 0 and place + length <= len(target)
-        run = range(place, place + length)
-        assert written.isdisjoint(run)
-        written.update(run)
-        target[place : place + length] = bytes(length)

@@ -19,7 +19,7 @@ from kvpatch.checks.digests import (
     written,
 )
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, planes_of_heads
+from kvpatch.geometry.plane import Content
 
 from .slow_digests import as_numbers, digests_of
 
@@ -57,47 +57,39 @@ def test_other_bytes_are_no_digests(cut: int):
         read(written([stated()])[:cut], b"seed")
 
 
+def form(**changed: object) -> dict[str, object]:
+    """What P says before its sums, of one part with one head and two ranges."""
+    cells = [("layer", Content.KEY.value, [0])]
+    part = {"range": 16, "sample": False, "ranges": [[0, 16], [16, 32]], "cells": cells}
+    return {"form": 1, "parts": [{**part, **changed}]}
+
+
 @pytest.mark.parametrize(
     "told",
     [
         {"form": 2, "parts": []},
         {"form": 1},
         [],
-        {"form": 1, "parts": [{"range": 16, "sample": False, "ranges": [[0]], "cells": []}]},
-        {"form": 1, "parts": [{"range": 0, "sample": False, "ranges": [], "cells": []}]},
-        {
-            "form": 1,
-            "parts": [{"range": 16, "sample": False, "ranges": [], "cells": [["a", "no", [0]]]}],
-        },
+        form(range=0),
+        form(cells=[["a", "no", [0]]]),
+        form(ranges=[[0], [16, 32]]),
+        # Else a peer would have us digest the same tokens over and over.
+        form(ranges=[[16, 32], [0, 16]]),
+        form(ranges=[[0, 16], [0, 16]]),
+        form(ranges=[[0, 32], [16, 48]]),
+        form(ranges=[[16, 16], [16, 32]]),
+        form(ranges=[[-16, 0], [0, 16]]),
+        form(ranges=[[0, 16], [16, float("inf")]]),
     ],
 )
-def test_what_is_told_must_be_of_its_form(told: object):
-    head = json.dumps(told).encode()
-    with pytest.raises(DigestsRefused):
-        read(len(head).to_bytes(8, "little") + head, b"seed")
+def test_what_is_told_must_be_of_its_form(told):
+    def read_after(told: object) -> object:
+        head = json.dumps(told).encode()
+        return read(len(head).to_bytes(8, "little") + head + bytes(16), b"seed")
 
-
-@pytest.mark.parametrize(
-    "ranges",
-    [
-        [[16, 32], [0, 16]],
-        [[0, 16], [0, 16]],
-        [[0, 32], [16, 48]],
-        [[16, 16], [16, 32]],
-        [[-16, 0], [0, 16]],
-        [[0, 16], [16, float("inf")]],
-    ],
-)
-def test_ranges_follow_one_another(ranges: list[list[float]]):
-    """A peer that says otherwise would have us digest the same tokens over and over."""
-    cells = [("layer", Content.KEY.value, [0])]
-    part: dict[str, object] = {"range": 16, "sample": False, "ranges": ranges, "cells": cells}
-    head = json.dumps({"form": 1, "parts": [part]}).encode()
+    assert read_after(form())
     with pytest.raises(DigestsRefused):
-        read(len(head).to_bytes(8, "little") + head + bytes(16), b"seed")
-    part["ranges"] = [[0, 16], [16, 32]]
-    head = json.dumps({"form": 1, "parts": [part]}).encode()
-    assert read(len(head).to_bytes(8, "little") + head + bytes(16), b"seed")
+        read_after(told)
 
 
 def test_a_head_that_goes_too_deep_is_refused():
@@ -148,32 +140,3 @@ def test_a_sample_is_whole_ranges_of_all_parts(first: int, end: int, size: int, 
 def test_runs_that_touch_are_one():
     assert joined([(0, 16), (16, 20), (32, 48)]) == ((0, 20), (32, 48))
     assert joined([]) == ()
-
-
-def plane(*, is_whole: bool = False) -> Plane:
-    return Plane(
-        "a",
-        Content.KEY,
-        1000,
-        Strides(block=400, head=100, token=10, channel=2),
-        Counts(blocks=3, heads=4, block_tokens=10, channels=5),
-        2,
-        8,
-        Memory("DRAM"),
-        is_whole,
-    )
-
-
-def test_heads_of_a_plane():
-    assert planes_of_heads(plane(), range(20)) == [plane()]
-    assert planes_of_heads(plane(), [3, 12]) == []
-    first, second = planes_of_heads(plane(), {9, 11, 40})
-    assert (first.first_head, first.counts.heads, first.address) == (9, 1, 1100)
-    assert (second.first_head, second.counts.heads, second.address) == (11, 1, 1300)
-    (both,) = planes_of_heads(plane(), {9, 10})
-    assert (both.first_head, both.end_head, both.address) == (9, 11, 1100)
-
-
-def test_a_block_that_is_a_whole_has_all_of_its_heads_or_none():
-    assert planes_of_heads(plane(is_whole=True), range(8, 12)) == [plane(is_whole=True)]
-    assert planes_of_heads(plane(is_whole=True), range(8, 11)) == []

@@ -11,29 +11,44 @@ from kvpatch.geometry.dimension_order import DimensionOrder
 
 pytestmark = pytest.mark.geometry
 
+
+def of_one_head(b: int, n: int, h: int, d: int) -> tuple[int, ...]:
+    assert h == 1
+    return (b, n, d)
+
+
+def strict_about_sizes(b: int, n: int, h: int, d: int) -> tuple[int, ...]:
+    if n % 64 or d % 128:
+        raise ValueError("not a size of mine")
+    return (b, h, n, 2 * d)
+
+
+def with_options(b: int, n: int, h: int, d: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+    return (b, n, 584) if cache_dtype_str == "fp8_ds_mla" else (b, n, h, d)
+
+
+IN_BLOCK, MLA = ("block", "kv", "token", "head", "channel"), ("block", "token", "channel")
+PACKED, ROWS = ("block", "head", "token", "packed"), ("block", "token", "head", "channel")
 SHAPES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "regions": (lambda b, n, h, d: (2, b, n, h, d), ("kv", "block", "token", "head", "channel")),
-    "in block": (lambda b, n, h, d: (b, 2, n, h, d), ("block", "kv", "token", "head", "channel")),
+    "regions": (lambda b, n, h, d: (2, b, n, h, d), ("kv", *ROWS)),
+    "in block": (lambda b, n, h, d: (b, 2, n, h, d), IN_BLOCK),
     "cpu regions": (
         lambda b, n, h, d: (2, b, h, n, d),
         ("kv", "block", "head", "token", "channel"),
     ),
-    "packed": (lambda b, n, h, d: (b, h, n, 2 * d), ("block", "head", "token", "packed")),
-    "mla": (lambda b, n, h, d: (b, n, d), ("block", "token", "channel")),
-    "mla of fixed width": (lambda b, n, h, d: (b, n, 656), ("block", "token", "channel")),
+    "packed": (lambda b, n, h, d: (b, h, n, 2 * d), PACKED),
+    "packed, strict about sizes": (strict_about_sizes, PACKED),
+    "packed with scales": (lambda b, n, h, d: (b, h, n, 2 * (d + 4)), PACKED),
+    "mla": (lambda b, n, h, d: (b, n, d), MLA),
+    "mla of one head": (of_one_head, MLA),
+    "mla of fixed width": (lambda b, n, h, d: (b, n, 656), MLA),
     "tpu": (
         lambda b, n, h, d: (b, n, 2 * h, -(-d // 128) * 128),
         ("block", "token", "packed_head", "channel"),
     ),
-    "one vector per head": (lambda b, n, h, d: (b, n, h, d), ("block", "token", "head", "channel")),
-    "scales behind each row": (
-        lambda b, n, h, d: (b, 2, n, h, d + 4),
-        ("block", "kv", "token", "head", "channel"),
-    ),
-    "packed with scales": (
-        lambda b, n, h, d: (b, h, n, 2 * (d + 4)),
-        ("block", "head", "token", "packed"),
-    ),
+    "one vector per head": (lambda b, n, h, d: (b, n, h, d), ROWS),
+    "options": (with_options, ROWS),
+    "scales behind each row": (lambda b, n, h, d: (b, 2, n, h, d + 4), IN_BLOCK),
 }
 
 
@@ -48,29 +63,9 @@ def test_probe_finds_values_of_a_width_of_their_own() -> None:
     assert order == DimensionOrder(("block", "token", "head", "packed"), value_channels=96)
 
 
-def test_probe_of_a_backend_that_wants_one_head() -> None:
-    def shape(b: int, n: int, h: int, d: int) -> tuple[int, ...]:
-        assert h == 1
-        return (b, n, d)
-
-    assert DimensionOrder.probe(shape) == DimensionOrder(("block", "token", "channel"))
-
-
-def test_probe_of_a_backend_that_is_strict_about_sizes() -> None:
-    def shape(b: int, n: int, h: int, d: int) -> tuple[int, ...]:
-        if n % 64 or d % 128:
-            raise ValueError("not a size of mine")
-        return (b, h, n, 2 * d)
-
-    assert DimensionOrder.probe(shape).dimensions == ("block", "head", "token", "packed")
-
-
 def test_probe_passes_options_on() -> None:
-    def shape(b: int, n: int, h: int, d: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
-        return (b, n, 584) if cache_dtype_str == "fp8_ds_mla" else (b, n, h, d)
-
-    order = DimensionOrder.probe(shape, cache_dtype_str="fp8_ds_mla")
-    assert order.dimensions == ("block", "token", "channel")
+    found = DimensionOrder.probe(with_options, cache_dtype_str="fp8_ds_mla")
+    assert found == DimensionOrder(MLA)
 
 
 @pytest.mark.parametrize(

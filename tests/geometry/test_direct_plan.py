@@ -1,4 +1,4 @@
-"""Plans, done on byte arrays, against the slow copy of one item at a time."""
+"""Plans, done on byte arrays, against the slow copy of one item at a time; and parts of plans."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.direct_plan import Plan
-from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides, names_of_heads
-from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
+from kvpatch.geometry.direct_plan import Plan, plan_parts
+from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
+from kvpatch.geometry.plane_copies import copies_between
+from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
+from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.plane_bytes import zero_tokens
+from kvpatch.transfer.staged_read import SPREAD_RUNS, runs_of_a_post
 
-from .planned import plan_copy
+from .planned import plan_copy, plan_runs
 from .reference import execute, slow_copy, slow_zero
 from .whole_caches import LAYOUTS, CacheSizes, named_layout
 
@@ -116,69 +121,46 @@ def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytear
 @given(transfers())
 @settings(max_examples=300, deadline=None)
 def test_any_two_geometries(drawn: Any) -> None:
-    """Every item in its place, the tail zeroed, nothing else touched, no byte twice."""
+    """Every item in its place, no byte twice, nothing else touched; and then the tail zeroed."""
     remote, local, first, end = drawn
     source, expected = expected_of(remote, local, range(first, end))
-    slow_zero(expected, TARGET, local.planes, local.blocks, end)
-    plan = plan_copy(
-        pair_blocks(remote.blocks, local.blocks, first, end),
-        remote.planes,
-        local.planes,
-        uncovered_tail(local.blocks, end),
-    )
     found = bytearray(noise(2, local.total_bytes))
-    execute(plan, source, SOURCE, found, TARGET)
+    segments = pair_blocks(remote.blocks, local.blocks, first, end)
+    execute(plan_copy(segments, remote.planes, local.planes), source, SOURCE, found, TARGET)
     assert found == expected
     if first < end:  # the comparison can fail: a copy that is not done is noticed
         assert noise(2, local.total_bytes) != bytes(expected)
+    slow_zero(expected, TARGET, local.planes, local.blocks, end)
+    zero_tail(local, uncovered_tail(local.blocks, end), found)
+    assert found == expected
+
+
+def zero_tail(local: Side, tail: Segments, memory: bytearray) -> None:
+    """Zeroes what a read leaves untouched, as engines do."""
+    cache = Bytes(TARGET, torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)))
+    for one in local.planes:
+        zero_tokens(cache, one, tail)
 
 
 @st.composite
-def head_ranges(draw: st.DrawFn) -> tuple[list[Side], list[Side], int]:
-    """Ranks of both sides: KV heads split between them, or copies where ranks exceed heads."""
-    heads = draw(st.sampled_from([1, 2, 4]))
-    end = draw(st.integers(1, 8))
-    whole = draw(sizes())
-    if whole.contents == (Content.LATENT,):
-        heads = 1
-    ranks = []
-    for address in (SOURCE, TARGET):
-        count = draw(st.sampled_from([1, 2, 4]))
-        ranks.append(
-            [
-                draw(
-                    side(address, replace(whole, heads=max(1, heads // count)), 0, end,
-                         rank * heads // count)
-                )
-                for rank in range(count)
-            ]
-        )  # fmt: skip
-    return ranks[0], ranks[1], end
-
-
-@given(head_ranges())
-@settings(max_examples=150, deadline=None)
-def test_unlike_tensor_parallel_ranks(drawn: Any) -> None:
-    """Each local rank reads what it needs from as many remote ranks as hold it."""
-    remotes, locals_, end = drawn
-    for local in locals_:
-        expected, found = (bytearray(noise(2, local.total_bytes)) for _ in range(2))
-        left = names_of_heads(local.planes)
-        for number, remote in enumerate(remotes):
-            now = names_of_heads(local.planes) - names_of_heads(remote.planes)
-            if not left - now:
-                continue  # another copy of heads that have been read
-            left &= now
-            source = noise(10, remote.total_bytes + number)[number:]
-            slow_copy(
-                source, SOURCE, expected, TARGET, remote.planes, local.planes,
-                remote.blocks, local.blocks, range(end),
-            )  # fmt: skip
-            segments = pair_blocks(remote.blocks, local.blocks, 0, end)
-            plan = plan_copy(segments, remote.planes, local.planes, partial_heads=True)
-            execute(plan, source, SOURCE, found, TARGET)
-        assert not left
-        assert found == expected
+def head_ranges(draw: st.DrawFn) -> tuple[list[Side], Side, int]:
+    """Remote ranks with any heads each, copies too, that have all of the local rank's together."""
+    end, whole = draw(st.integers(1, 8)), draw(sizes())
+    heads = 1 if whole.contents == (Content.LATENT,) else draw(st.integers(1, 4))
+    held = [
+        range(first, draw(st.integers(first + 1, heads)))
+        for first in draw(st.lists(st.integers(0, heads - 1), max_size=3))
+    ]
+    held += [range(head, head + 1) for head in set(range(heads)).difference(*held)]
+    first = draw(st.integers(0, heads - 1))
+    sides = [
+        draw(side(address, replace(whole, heads=len(one)), 0, end, one.start))
+        for address, one in [
+            *((SOURCE, one) for one in held),
+            (TARGET, range(first, draw(st.integers(first + 1, heads)))),
+        ]
+    ]
+    return sides[:-1], sides[-1], end
 
 
 def runs(plan: Plan) -> list[tuple[int, int, int]]:
@@ -223,31 +205,12 @@ def test_values_before_their_keys_are_never_one_run_with_them() -> None:
     assert plan.length.tolist() == [128] * 4
 
 
-@pytest.mark.parametrize("key_layout", LAYOUTS)
-@pytest.mark.parametrize("value_layout", LAYOUTS)
-def test_keys_and_values_that_lie_unlike(key_layout: str, value_layout: str) -> None:
-    """Like on both sides, so that only keys against values can go wrong."""
-    own = CacheSizes(2, 3, 2, 3, 2, 1)
-    room = own.total_bytes()
-
-    def mixed(address: int) -> list[Plane]:
-        keys = named_layout(key_layout).planes(own, address, DRAM)
-        values = named_layout(value_layout).planes(own, address + room, DRAM)
-        return [one for pair in zip(keys[::2], values[1::2], strict=True) for one in pair]
-
-    remote, local = BlockList(np.array([2, 0]), 3), BlockList(np.array([0, 1]), 3)
-    source, expected, found = noise(1, 2 * room), *(bytearray(noise(2, 2 * room)) for _ in "ab")
-    ours, theirs = mixed(TARGET), mixed(SOURCE)
-    slow_copy(source, SOURCE, expected, TARGET, theirs, ours, remote, local, range(5))
-    plan = plan_copy(pair_blocks(remote, local, 0, 5), theirs, ours)
-    execute(plan, source, SOURCE, found, TARGET)
-    assert found == expected
-
-
 @pytest.mark.parametrize(
     ("key_strides", "key_channels", "value_strides", "value_channels", "apart"),
     [
         (Strides(256, 16, 64, 2), 8, Strides(256, 32, 64, 2), 8, 512),  # heads
+        (Strides(256, 16, 64, 2), 8, Strides(256, 16, 32, 2), 8, 512),  # tokens
+        (Strides(256, 16, 32, 2), 8, Strides(128, 16, 32, 2), 8, 512),  # blocks
         (Strides(256, 64, 16, 2), 4, Strides(256, 64, 16, 4), 4, 512),  # channels
         (Strides(256, 64, 16, 2), 8, Strides(256, 64, 16, 2), 6, 512),  # widths, in two regions
         (Strides(256, 128, 32, 4), 3, Strides(256, 128, 32, 4), 3, 6),  # interleaved channels
@@ -255,8 +218,8 @@ def test_keys_and_values_that_lie_unlike(key_layout: str, value_layout: str) -> 
     ],
 )
 def test_keys_and_values_that_differ_in_one_thing(
-    key_strides: Strides, key_channels: int, value_strides: Strides, value_channels: int, apart: int
-) -> None:
+    key_strides, key_channels, value_strides, value_channels, apart
+):
     counts = Counts(2, 2, 4, key_channels)
     keys = plane(strides_bytes=key_strides, counts=counts)
     values = plane(
@@ -267,8 +230,9 @@ def test_keys_and_values_that_differ_in_one_thing(
     )
     source, expected, found = noise(1, 1024), bytearray(1024), bytearray(1024)
     planes = [keys, values]
-    slow_copy(source, SOURCE, expected, SOURCE, planes, planes, ONE, ONE, range(4))
-    plan = plan_copy(pair_blocks(ONE, ONE, 0, 4), planes, planes)
+    both = BlockList(np.array([1, 0]), 4)
+    slow_copy(source, SOURCE, expected, SOURCE, planes, planes, both, both, range(7))
+    plan = plan_copy(pair_blocks(both, both, 0, 7), planes, planes)
     execute(plan, source, SOURCE, found, SOURCE)
     assert found == expected
 
@@ -282,48 +246,26 @@ def plane(layer: str = "a", **changes: Any) -> Plane:
 ONE = BlockList(np.array([0]), 4)
 
 
+@pytest.mark.parametrize("remote", [plane(item_bytes=1), plane(counts=Counts(2, 2, 4, 7))])
+def test_planes_that_do_not_match_are_refused(remote: Plane) -> None:
+    with pytest.raises(UnplannableCopy, match="one width and item size"):
+        plan_copy(pair_blocks(ONE, ONE, 0, 4), [remote], [plane()])
+
+
 @pytest.mark.parametrize(
     ("remote", "local", "found"),
     [
-        ([plane("b")], [plane()], "layer 'a' with head 0, found none, nor 1 more"),
-        ([], [plane()], "layer 'a' with head 0"),
-        ([plane(first_head=1)], [plane()], "layer 'a' with head 0, found none, nor 0 more"),
-        ([plane(content=Content.VALUE)], [plane()], "key plane of layer 'a'"),
-        ([plane(item_bytes=1)], [plane()], "one width and item size"),
-        ([plane(counts=Counts(2, 2, 4, 7))], [plane()], "one width and item size"),
+        (([2], 4), ([0], 4), "remote segments.*blocks up to 2"),
+        (([0], 4), ([2], 4), "local segments.*blocks up to 2"),
+        (([0], 5), ([0, 1], 4), "remote segments.*tokens up to 4"),
+        (([0, 1], 4), ([0], 5), "local segments.*tokens up to 4"),
     ],
 )
-def test_planes_that_do_not_match_are_refused(
-    remote: list[Plane], local: list[Plane], found: str
-) -> None:
+def test_segments_outside_a_plane_are_refused(remote, local, found):
+    sides = [BlockList(np.array(ids), tokens) for ids, tokens in (remote, local)]
+    segments = pair_blocks(*sides, 0, min(one.end_token for one in sides))
     with pytest.raises(UnplannableCopy, match=found):
-        plan_copy(pair_blocks(ONE, ONE, 0, 4), remote, local)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(
-    ("remote_ids", "remote_tokens", "local_ids", "local_tokens", "found"),
-    [
-        ([2], 4, [0], 4, "remote segments.*blocks up to 2"),
-        ([0], 4, [2], 4, "local segments.*blocks up to 2"),
-        ([0], 5, [0, 1], 4, "remote segments.*tokens up to 4"),
-        ([0, 1], 4, [0], 5, "local segments.*tokens up to 4"),
-    ],
-)
-def test_segments_outside_a_plane_are_refused(
-    name: str,
-    remote_ids: list[int],
-    remote_tokens: int,
-    local_ids: list[int],
-    local_tokens: int,
-    found: str,
-) -> None:
-    planes = named_layout(name).planes(CacheSizes(1, 2, 2, 4, 8, 2), SOURCE, DRAM)
-    remote = BlockList(np.array(remote_ids), remote_tokens)
-    local = BlockList(np.array(local_ids), local_tokens)
-    end = min(remote.end_token, local.end_token)
-    with pytest.raises(UnplannableCopy, match=found):
-        plan_copy(pair_blocks(remote, local, 0, end), planes, planes)
+        plan_copy(segments, [plane()], [plane()])
 
 
 def test_a_value_plane_with_fewer_blocks_is_refused() -> None:
@@ -341,3 +283,71 @@ def test_negative_numbers_are_refused(field: str) -> None:
     segments = replace(pair_blocks(ONE, ONE, 0, 4), **{field: np.array([-1])})
     with pytest.raises(UnplannableCopy, match="-1"):
         plan_copy(segments, [plane()], [plane()])
+
+
+def joined(plans: Sequence[Plan]) -> list[tuple[int, int, int]]:
+    return [run for plan in plans for run in runs(plan)]
+
+
+@given(transfers(), st.integers(1, 40), st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_together_they_are_the_whole_plan(drawn: Any, most_runs: int, lots: int) -> None:
+    remote, local, first, end = drawn
+    segments = pair_blocks(remote.blocks, local.blocks, first, end)
+    copies = copies_between(remote.planes, local.planes)
+    parts = [(segments, copies[at::lots]) for at in range(lots)]
+    whole = plan_runs(parts)
+
+    found = list(plan_parts(parts, most_runs))
+
+    assert sum(map(len, found)) == len(whole)
+    if found:
+        assert joined(found) == runs(whole)
+        assert all(map(len, found))
+    if len(found) > 1:  # as few as can be: two neighbours never fit into one
+        pairs = zip(found, found[1:], strict=False)
+        assert all(len(one) + len(other) > most_runs for one, other in pairs)
+        assert joined(found[1:]) != runs(whole)  # the comparison can fail
+
+
+def test_what_cannot_be_planned_is_refused_before_the_first_plan() -> None:
+    planes = named_layout("LBNHC").planes(CacheSizes(2, 4, 2, 4, 8, 2), SOURCE, DRAM)
+    copies = copies_between(planes, planes)
+    right = pair_blocks(BlockList(np.array([0, 1]), 4), BlockList(np.array([1, 0]), 4), 0, 8)
+    outside = replace(right, remote_block=right.remote_block + 3)
+    assert len(next(plan_parts([(right, copies)], 1))) > 0
+    with pytest.raises(UnplannableCopy):
+        next(plan_parts([(right, copies), (outside, copies)], 1))
+
+
+def test_nothing_is_no_plan() -> None:
+    nothing = Segments(*(np.empty(0, dtype=np.int64) for _ in range(5)))
+    assert list(plan_parts([])) == []
+    assert list(plan_parts([(nothing, [])])) == []
+
+
+def _plan(count: int, run_bytes: int) -> Plan:
+    at = np.arange(count, dtype=np.int64) * run_bytes
+    return Plan(at, at + (1 << 40), np.full(count, run_bytes, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "count", "taken"),
+    [
+        (1 << 20, 100, [32, 32, 32, 4]),  # too large to be spread
+        (64 << 10, 3000, [1024, 1024, 512, 440]),
+        (1 << 12, 20_000, [8192, 8192, 3616]),
+        (16 << 10, 3000, [2048, 952]),
+        (64 << 10, 600, [512, 88]),  # too few to be spread
+        (1 << 30, 2, [1, 1]),
+    ],
+)
+def test_a_post_takes_enough_runs_to_be_spread(run_bytes, count, taken):
+    plan = _plan(count, run_bytes)
+    found, left = [], plan
+    while len(left):
+        found.append(left.part(0, runs_of_a_post(left.length, is_spread=True)))
+        left = left.part(len(found[-1]), len(left))
+    assert [len(part) for part in found] == taken
+    assert joined(found) == runs(plan)
+    assert SPREAD_RUNS == 1024

@@ -11,7 +11,16 @@ import pytest
 
 from kvpatch import geometry
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
+from kvpatch.geometry.plane import (
+    Content,
+    Counts,
+    Memory,
+    Plane,
+    Strides,
+    names_of_heads,
+    planes_of_heads,
+    planes_without,
+)
 
 from .reference import byte_offset
 
@@ -118,3 +127,29 @@ def test_unknown_memory_is_refused() -> None:
         Memory("TPU")  # type: ignore[arg-type]
     with pytest.raises(UnreadableGeometry, match="found -1"):
         Memory("VRAM", -1)
+
+
+def wide(*, is_whole: bool = False) -> Plane:
+    """Four heads, of which 8 is the first."""
+    strides, counts = Strides(400, 100, 10, 2), Counts(3, 4, 10, 5)
+    return plane(
+        strides_bytes=strides, counts=counts, item_bytes=2, first_head=8, is_whole=is_whole
+    )
+
+
+def test_heads_of_a_plane() -> None:
+    assert planes_of_heads(wide(), range(20)) == [wide()]
+    assert planes_of_heads(wide(), [3, 12]) == []
+    first, second = planes_of_heads(wide(), {9, 11, 40})
+    assert (first.first_head, first.counts.heads, first.address) == (9, 1, 1100)
+    assert (second.first_head, second.counts.heads, second.address) == (11, 1, 1300)
+    (both,) = planes_of_heads(wide(), {9, 10})
+    assert (both.first_head, both.end_head, both.address) == (9, 11, 1100)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_a_block_that_is_a_whole_has_all_of_its_heads_or_none(count: int) -> None:
+    whole, heads = wide(is_whole=True), range(8, 8 + count)
+    assert planes_of_heads(whole, heads) == ([whole] if count == 4 else [])
+    taken = {one for one in names_of_heads([whole]) if one[2] in heads}
+    assert planes_without([whole], taken) == ([] if count == 4 else [whole])

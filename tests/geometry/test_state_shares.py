@@ -36,10 +36,13 @@ def _on_rank(states: Sequence[SharedState], rank: Rank) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _read(states: Sequence[SharedState], remote_ranks: int, local: Rank) -> np.ndarray:
-    """A local rank's states after reads from every remote rank; -1 where nothing was read."""
+def _read(
+    states: Sequence[SharedState], remote_ranks: int, local: Rank
+) -> tuple[np.ndarray, set[int]]:
+    """A local rank's states after reads from remote ranks, each byte once, and those ranks."""
     size = len(_on_rank(states, local))
     found, times = np.full(size, -1), np.zeros(size, dtype=int)
+    read = set()
     for number in range(remote_ranks):
         remote = Rank(number, remote_ranks)
         theirs = _on_rank(states, remote)
@@ -47,41 +50,24 @@ def _read(states: Sequence[SharedState], remote_ranks: int, local: Rank) -> np.n
             here = slice(run.local_offset, run.local_offset + run.size_bytes)
             found[here] = theirs[run.remote_offset : run.remote_offset + run.size_bytes]
             times[here] += 1
+            read.add(number)
     assert (times == 1).all()
-    return found
+    return found, read
 
 
 @given(_STATES, st.sampled_from(_RANKS), st.sampled_from(_RANKS), st.data())
 def test_every_byte_comes_once_and_is_the_models(states, remote_ranks, local_ranks, data):
+    """From ranks that the local one meets: vLLM shakes hands with these alone."""
     local = Rank(data.draw(st.integers(0, local_ranks - 1)), local_ranks)
+    wanted = _on_rank(states, local)
 
-    assert (_read(states, remote_ranks, local) == _on_rank(states, local)).all()
+    found, read = _read(states, remote_ranks, local)
 
-
-@given(_STATES, st.sampled_from(_RANKS), st.data())
-def test_a_share_has_the_bytes_that_its_arrays_have(states, ranks, data):
-    rank = Rank(data.draw(st.integers(0, ranks - 1)), ranks)
-
-    assert sum(state.size_bytes(rank) for state in states) == len(_on_rank(states, rank))
-
-
-@given(_STATES, st.sampled_from(_RANKS), st.sampled_from(_RANKS), st.data())
-def test_what_one_rank_has_comes_from_those_that_it_meets(states, remote_ranks, local_ranks, data):
-    """vLLM shakes hands with these alone."""
-    local = Rank(data.draw(st.integers(0, local_ranks - 1)), local_ranks)
-    read = {n for n in range(remote_ranks) if shared_runs(states, Rank(n, remote_ranks), local)}
-
+    assert (found == wanted).all()
     first = local.number * remote_ranks // local_ranks
     assert read <= set(range(first, first + max(1, remote_ranks // local_ranks)))
-
-
-@given(_STATES, st.sampled_from(_RANKS), st.data())
-def test_ranks_alike_are_one_run(states, ranks, data):
-    rank = Rank(data.draw(st.integers(0, ranks - 1)), ranks)
-
-    (run,) = shared_runs(states, rank, rank)
-
-    assert run == StateRun(0, 0, len(_on_rank(states, rank)))
+    assert sum(state.size_bytes(local) for state in states) == len(wanted)
+    assert shared_runs(states, local, local) == (StateRun(0, 0, len(wanted)),), "ranks alike"
 
 
 #: Mamba2's: 8 channels of x, 4 of B and 4 of C, 3 positions of 2 bytes; 4 heads of 10 bytes.

@@ -1,4 +1,7 @@
-"""Blocks that are no rows of tokens: never cut, and byte for byte alike on both sides."""
+"""Blocks that are no rows of tokens: never cut, and byte for byte alike on both sides.
+
+And rows of layers of several attention groups: which layers have one place, which rows pair.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy
+from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks, places_of
 from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.geometry.segments import BlockList, pair_blocks
@@ -89,3 +93,47 @@ def test_slots_may_lie_apart_and_tokens_may_not() -> None:
     check_whole(apart, beside)
     with pytest.raises(UnplannableCopy):
         check_whole(inside, beside)
+
+
+# --- rows of layers of several attention groups ---------------------------------------
+
+
+def _names(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"layers.{number}.attn" for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("groups", "places"),
+    [
+        ([{0, 1, 2}], [(0,), (1,), (2,)]),
+        ([{0, 2, 10}, {1, 3, 11}], [(0, 1), (2, 3), (10, 11)]),
+        # The longest group has a layer everywhere, and comes first.
+        ([{5}, {0, 1, 2}, {3, 4}], [(0, 3, 5), (1, 4), (2,)]),
+        ([], []),
+    ],
+)
+def test_the_nth_layers_of_all_groups_have_one_place(groups, places):
+    found = places_of([_names(*group) for group in groups])
+
+    assert found == tuple(_names(*place) for place in places)
+
+
+@pytest.mark.parametrize(
+    ("first_token", "remote_first", "local_first", "count"),
+    [
+        (0, 0, 0, 7),
+        (70, 64, 64, 3),  # a window that begins inside a block takes the whole of it
+        (70, 64, 56, None),  # blocks of other tokens
+    ],
+)
+def test_blocks_of_the_same_tokens_pair_whole(first_token, remote_first, local_first, count):
+    remote = BlockList(np.arange(10, 20), 16, remote_first)
+    local = BlockList(np.arange(50, 60), 16, local_first)
+
+    found = pair_whole_blocks(pair_blocks(remote, local, first_token, 100))
+
+    if count is None:
+        assert found is None
+    else:
+        pairs = list(zip(*(column.tolist() for column in found), strict=True))
+        assert pairs == [(10 + n, 50 + n) for n in range(count)]

@@ -6,7 +6,6 @@ layout's arithmetic is :func:`~kvpatch.geometry.layout_strides.dense_strides`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -70,15 +69,13 @@ class Layout:
         sizes: CacheSizes,
         address: int,
         memory: Memory,
-        layers: Sequence[str] = (),
         first_head: int = 0,
         value_offset_bytes: int | None = None,
     ) -> tuple[Plane, ...]:
-        """Planes of all layers, keys before values, in the order of the layers.
+        """Planes of all layers (``layer.0``, ...), keys before values, in the order of the layers.
 
         Args:
             address: of the first byte of the first layer.
-            layers: their names; by default ``layer.0``, ``layer.1``, ...
             value_offset_bytes: where a layer's values start behind its keys, if kv is
                 right inside layer and the two regions are further apart than they are long
                 (kvcached reserves each half for its largest size). Layers then start
@@ -88,7 +85,6 @@ class Layout:
             UnreadableGeometry: keys and values of unlike width in a layout that cannot
                 hold them.
         """
-        names = tuple(layers) or tuple(f"layer.{number}" for number in range(sizes.layers))
         widths = sizes.widths()
         strides = dense_strides(
             self.axes,
@@ -106,14 +102,14 @@ class Layout:
                 raise UnreadableGeometry(f"{self.name}: {value_offset_bytes} do not fit")
             strides.update(kv=value_offset_bytes, layer=2 * value_offset_bytes)
         planes = []
-        for number, name in enumerate(names):
+        for number in range(sizes.layers):
             for position, (content, width) in enumerate(zip(sizes.contents, widths, strict=True)):
                 token, channel = strides["token"], strides["channel"]
                 if self.key_order is KeyOrder.COLUMN_MAJOR and content is Content.KEY:
                     token, channel = channel, sizes.block_tokens * sizes.item_bytes
                 planes.append(
                     Plane(
-                        layer=name,
+                        layer=f"layer.{number}",
                         content=content,
                         address=address + number * strides["layer"] + position * strides["kv"],
                         strides_bytes=Strides(strides["block"], strides["head"], token, channel),

@@ -19,10 +19,13 @@ from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.lease import Lease
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import Space, StagingPool
 from tests.geometry.whole_caches import CacheSizes, as_array, named_layout
@@ -170,6 +173,64 @@ def taken(pool: StagingPool) -> Space:
     return space
 
 
+class Engine:
+    """One worker's threads, pool and gate.
+
+    Args:
+        is_beside: what was read is copied by a thread of its own, whatever cores this machine has.
+    """
+
+    def __init__(self, world: World, pool_bytes: int, *, is_beside: bool = False) -> None:
+        self.world = world
+        self.gate = AgentGate()
+        self.pool = world.pool(pool_bytes)
+        self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
+        self.copying = self.thread.copying = CopyingThread(self.thread.wake) if is_beside else None
+
+    def staged(self, agent: Any = None, **how: Any) -> StagedRead:
+        """A read that goes on when it is asked for its state."""
+        read = self.world.read(
+            self.pool, ProgressAgent(agent or self.world.decode, self.gate), **how
+        )
+        read._caches.thread = self.copying
+        return read
+
+    def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
+        return BackgroundRead(self.staged(agent, **how), self.thread)
+
+    def load(self) -> None:
+        """A read of the whole request, which has to come."""
+        read = self.read()
+        read.start()
+        assert finish(read) == ["DONE"]
+        assert self.world.is_identical()
+
+    def stop(self) -> None:
+        self.thread.stop()
+        assert not self.thread.is_running
+        assert not threads_of_ours()
+
+
+def threads_of_ours(*kinds: str) -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    kinds = kinds or ("kvpatch-reads", "kvpatch-copies")
+    return [name for name in names if name.startswith(kinds)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 4 * SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(1e-3)
+
+
+def stays(call: Callable[[], object], answer: object, seconds: float = 0.02) -> None:
+    """Asserts that a call has this answer for a time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert call() == answer
+
+
 class Held:
     """Stands in for work that waits in its middle until it may go on."""
 
@@ -217,6 +278,24 @@ def connected_world(table: Callable[[Any], Any] | None = None) -> Iterator[World
         _SHARING.append(world)
     yield world
     world.settle()
+
+
+@dataclass
+class Tables:
+    """P's table of one kind and D's."""
+
+    prefill: Any
+    decode: Any
+    world: World
+
+    def until_known(self, ask: Callable[[Any], Any]) -> Any:
+        """Asks with D's agent until there is an answer."""
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            found = ask(self.world.decode)
+            if found is not None:
+                return found
+        raise TimeoutError
 
 
 def _agents() -> tuple[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvpatch.core.proxies import AgentProxy
@@ -20,28 +18,19 @@ class _Agent:
     def transfer(self, handle: object) -> object:
         return handle
 
-    def check_xfer_state(self, handle: object) -> str:
-        return "DONE"
-
 
 class _Proxy(AgentProxy):
     """Answers one call itself."""
 
-    def __init__(self, agent: Any) -> None:
-        super().__init__(agent)
-        self._self_asked = 0
+    _self_asked = 0
 
     def check_xfer_state(self, handle: object) -> str:
         self._self_asked += 1
         return "PROC"
 
 
-@pytest.fixture
-def agent() -> _Agent:
-    return _Agent()
-
-
-def test_its_own_come_first_and_all_else_is_the_agents(agent: _Agent) -> None:
+def test_its_own_come_first_and_all_else_is_the_agents() -> None:
+    agent = _Agent()
     proxy = _Proxy(agent)
     assert proxy.check_xfer_state(1) == "PROC"
     assert proxy._self_asked == 1
@@ -55,10 +44,7 @@ def test_its_own_come_first_and_all_else_is_the_agents(agent: _Agent) -> None:
     assert proxy.__class__ is _Agent
     with pytest.raises(AttributeError, match="no_such_call"):
         proxy.no_such_call()
-
-
-def test_one_behind_another(agent: _Agent) -> None:
-    proxy = _Proxy(EngineAgent(agent, gate := AgentGate()))
-    assert proxy.transfer(agent) is agent
-    assert proxy.gate is gate
-    assert proxy.__class__ is _Agent
+    both = _Proxy(EngineAgent(agent, gate := AgentGate()))
+    assert both.transfer(agent) is agent
+    assert both.gate is gate
+    assert both.__class__ is _Agent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,9 +66,7 @@ def worlds(draw: st.DrawFn) -> tuple[Request, list[Rank], int]:
 
 @settings(max_examples=150)
 @given(worlds())
-def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(
-    world: tuple[Request, list[Rank], int],
-) -> None:
+def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(world):
     request, ranks, range_tokens = world
     found = of_all_ranks([Engine(request, rank).digests(range_tokens) for rank in ranks])
 
@@ -79,9 +78,7 @@ def test_all_layouts_blocks_and_ranks_come_to_the_same_sums(
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 700, 5_000])
-def test_a_cache_that_is_read_in_slices_has_the_same_sums(
-    monkeypatch: pytest.MonkeyPatch, slice_bytes: int
-) -> None:
+def test_a_cache_that_is_read_in_slices_has_the_same_sums(monkeypatch, slice_bytes):
     """Slices of planes and of blocks, and on the host slices of these."""
     request = request_of()
     whole = Engine(request, Rank()).digests(24)
@@ -91,31 +88,31 @@ def test_a_cache_that_is_read_in_slices_has_the_same_sums(
     assert as_numbers(Engine(request, Rank()).digests(24)) == as_numbers(whole)
 
 
+def assert_device_sums(memory: torch.Tensor, planes: Sequence[Plane], blocks: BlockList) -> None:
+    """A device's sums of all the planes' blocks are those of the host."""
+    memories = memories_of(dict.fromkeys((plane.layer for plane in planes), memory))
+    counts = planes[0].counts
+    for alike in TableTokens({}, memories, tuple(planes), blocks, 0, blocks.end_token).alike():
+        numbers = alike.numbers(blocks.block_ids)
+        view = alike.view(int(numbers.max()) + 1)
+        weights = Weights(SEED).words(-(-counts.channels * planes[0].item_bytes // 4))
+        told = torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64))
+
+        on_device = device_sums(view, *told, counts.block_tokens)
+
+        assert torch.equal(on_device, host_sums(view, numbers, weights, counts.block_tokens))
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD", "CPU_packed"])
 @pytest.mark.parametrize(("channels", "item_bytes"), [(8, 2), (3, 1), (3, 2), (5, 4)])
 def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: int) -> None:
     request = request_of(channels=channels, item_bytes=item_bytes)
     engine = Engine(request, Rank(layout))
-    memories = memories_of(dict.fromkeys((p.layer for p in engine.planes), engine.memory))
-    table = TableTokens({}, memories, tuple(engine.planes), engine.blocks, 0, 70)
-    for alike in table.alike():
-        numbers = alike.numbers(engine.blocks.block_ids)
-        view = alike.view(int(numbers.max()) + 1)
-        weights = Weights(SEED).words(-(-channels * item_bytes // 4))
-
-        tokens = engine.planes[0].counts.block_tokens
-        on_device = device_sums(
-            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), tokens
-        )
-        on_host = host_sums(view, numbers, weights, tokens)
-
-        assert torch.equal(on_device, on_host)
+    assert_device_sums(engine.memory, engine.planes, engine.blocks)
 
 
 @given(st.integers(0, 60), st.integers(1, 10), st.sampled_from([1, 7, 16, 32]))
-def test_parts_of_a_request_have_the_sums_that_the_whole_has(
-    first: int, length: int, block_tokens: int
-) -> None:
+def test_parts_of_a_request_have_the_sums_that_the_whole_has(first, length, block_tokens):
     """Behind a prefix hit, in other blocks: positions are the request's."""
     request = request_of(layers=1, heads=1)
     whole = Engine(request, Rank(heads=range(1))).digests(10)

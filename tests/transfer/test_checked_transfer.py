@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,7 @@ from kvpatch.transfer.lease import Lease, Lifetime
 
 pytestmark = pytest.mark.patching
 
-HELD, GONE, WRONG, UNPROVEN, EXPIRED = (
-    *(CheckResult.HELD, CheckResult.GONE, CheckResult.WRONG, CheckResult.UNPROVEN),
-    CheckResult.EXPIRED,
-)
+HELD, UNPROVEN, EXPIRED = CheckResult.HELD, CheckResult.UNPROVEN, CheckResult.EXPIRED
 
 
 class Clock:
@@ -89,15 +87,19 @@ class _Check:
         self.released += 1
 
 
+def refuse(*_: object, **__: object) -> None:
+    """In place of a call of NIXL's."""
+    raise RuntimeError("not connected")
+
+
 class Made:
     """A transfer and all that it is made of."""
 
-    def __init__(self, lease: Lease | None = None, notification: bytes = b"a:1") -> None:
+    def __init__(self, lease: Lease | None = None) -> None:
         self.nixl = _Nixl()
         self.failed: list[str] = []
-        self.lifetime = Lifetime(lease or Lease(), "a", fail_check=lambda: self.failed.append("a"))
-        self.checks: list[_Check] = []
-        self._notification = notification
+        fail = partial(self.failed.append, "a")
+        self.lifetime = Lifetime(lease or Lease(), "a", "P", fail_check=fail)
 
     def check(self, *answers: CheckResult | Exception | None, **how: bool) -> _Check:
         made = _Check(self.nixl.calls, answers, **how)
@@ -108,9 +110,12 @@ class Made:
         return self.check(*answers, proves_hold=True, is_due=is_due)
 
     def begin(self) -> CheckedTransfer:
-        read = CheckedTransfer(self.nixl, object(), "P", self.lifetime, self._notification)
+        read = self.transfer()
         assert read.start() == "PROC"
         return read
+
+    def transfer(self) -> CheckedTransfer:
+        return CheckedTransfer(self.nixl, object(), "P", self.lifetime, b"a:1")
 
     def landed(self) -> CheckedTransfer:
         read = self.begin()
@@ -180,10 +185,6 @@ class TestChecks:
         made = Made()
         made.hold(HELD)
         read = made.landed()
-
-        def refuse(agent: str, notif_msg: bytes) -> None:
-            raise RuntimeError("not connected")
-
         monkeypatch.setattr(made.nixl, "send_notif", refuse)
         assert read.state() == read.state() == "ERR"
         assert made.lifetime.verdict is None
@@ -201,30 +202,21 @@ class TestChecks:
         assert read.state() == "ERR", "whatever has landed since"
         assert not made.nixl.calls
 
-    @pytest.mark.parametrize("is_seen", [True, False])
-    def test_that_nobody_waits_for_let_p_go_once_all_is_read(self, is_seen: bool) -> None:
-        """Another rank's transfer has failed the request."""
+    @pytest.mark.parametrize(("is_read", "is_seen"), [(True, True), (True, False), (False, False)])
+    def test_that_nobody_waits_for_let_p_go_once_all_is_read(self, is_read, is_seen):
+        """Another rank's transfer has failed the request; P is left alone while it is read."""
         made = Made()
         made.hold(None)
         transfer = made.begin()
         assert transfer.state() == "PROC"
-        made.nixl.is_done = True
+        made.nixl.is_done = is_read
         if is_seen:
             assert transfer.state() == "PROC"
 
         transfer.release()
 
         assert (transfer.state(), made.nixl.released) == ("ERR", 1)
-        assert made.nixl.calls.count("tell P a:1") == 1
-
-    def test_that_nobody_waits_for_leave_p_alone_while_it_is_read(self) -> None:
-        made = Made()
-        made.hold(None)
-        transfer = made.begin()
-
-        transfer.release()
-
-        assert "tell P a:1" not in made.nixl.calls
+        assert made.nixl.calls.count("tell P a:1") == is_read
 
 
 class TestBeforeAnythingIsRead:
@@ -235,9 +227,7 @@ class TestBeforeAnythingIsRead:
         assert made.nixl.calls == ["hold before", "transfer"]
 
     @pytest.mark.parametrize("is_over", [False, True])
-    def test_the_lease_decides_where_a_check_proves_nothing(
-        self, clock: Clock, is_over: bool
-    ) -> None:
+    def test_the_lease_decides_where_a_check_proves_nothing(self, clock, is_over):
         made = Made(Lease(clock.now + (-1.0 if is_over else 1.0)))
         made.hold(UNPROVEN, is_due=True)
         read = made.begin()
@@ -258,13 +248,9 @@ class TestBeforeAnythingIsRead:
         """vLLM makes a failed load of the error, and may poll it until it can be released."""
         made = Made()
         made.hold(None if is_late else HELD, HELD, is_due=True)
-
-        def refuse(handle: object) -> None:
-            raise RuntimeError("not connected")
-
         monkeypatch.setattr(made.nixl, "transfer", refuse)
         made.nixl.is_done = True
-        read = CheckedTransfer(made.nixl, object(), "P", made.lifetime, b"a:1")
+        read = made.transfer()
         if is_late:
             assert read.start() == "PROC"
         else:
@@ -275,53 +261,41 @@ class TestBeforeAnythingIsRead:
 
 
 class TestALease:
-    @staticmethod
-    def made(lease: Lease, told: list[str]) -> tuple[_Nixl, CheckedTransfer]:
-        nixl = _Nixl()
-        lifetime = Lifetime(lease, "a", "P", fail_check=lambda: told.append("a"))
-        return nixl, CheckedTransfer(nixl, object(), "P", lifetime)
-
     def test_that_ends_before_the_lease_is_done(self, clock: Clock) -> None:
         """However late it is asked for again: a freeze behind that is none of its own."""
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now + 10.0), told)
-        assert read.start() == read.state() == "PROC"
-        nixl.is_done = True
+        made = Made(Lease(clock.now + 10.0))
+        read = made.landed()
         clock.now += 9.9
         assert read.state() == "DONE"
         clock.now += 3600.0
         assert read.state() == "DONE"
-        assert read.lifetime.verdict is None
-        assert not told
+        assert made.lifetime.verdict is None
+        assert not made.failed
+        assert made.nixl.calls == ["poll"], "vLLM notifies P itself"
 
     def test_that_is_found_done_behind_it_fails_a_check(self, clock: Clock, caplog: Any) -> None:
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now + 10.0), told)
-        read.start()
+        made = Made(Lease(clock.now + 10.0))
+        read = made.begin()
         clock.now += 12.5
         assert read.state() == "PROC", "whatever is on its way may still land: it is not over"
-        nixl.is_done = True
-        assert read.state() == "ERR"
-        assert read.state() == "ERR"
-        assert told == ["a"]
-        assert read.lifetime.verdict is CheckResult.EXPIRED
+        made.nixl.is_done = True
+        assert read.state() == read.state() == "ERR"
+        assert made.failed == ["a"]
+        assert made.lifetime.verdict is EXPIRED
         (line,) = (record.getMessage() for record in caplog.records)
         assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
         for _ in range(2):
             read.release()
-        assert nixl.released == 1
+        assert made.nixl.released == 1
 
     def test_that_cannot_be_released_is_released_later(self, monkeypatch: Any) -> None:
         """From 0.30 on vLLM keeps blocks that NIXL may still write to, and tries again."""
-        nixl, read = self.made(Lease(), [])
-
-        def refuse(handle: object) -> None:
-            raise RuntimeError("in progress")
-
+        made = Made()
+        read = made.transfer()
         with monkeypatch.context() as meanwhile:
-            meanwhile.setattr(nixl, "release_xfer_handle", refuse)
+            meanwhile.setattr(made.nixl, "release_xfer_handle", refuse)
             for _ in range(2):
-                with pytest.raises(RuntimeError, match="in progress"):
+                with pytest.raises(RuntimeError, match="not connected"):
                     read.release()
         read.release()
-        assert nixl.released == 1
+        assert made.nixl.released == 1

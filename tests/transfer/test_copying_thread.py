@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,8 +20,18 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
 
-from .staged_world import SECONDS, Held, World, finish, is_told_nothing, waits_for
-from .test_progress_thread import Engine, FirstHeld, wait_until
+from .staged_world import (
+    SECONDS,
+    Engine,
+    Held,
+    World,
+    finish,
+    is_told_nothing,
+    threads_of_ours,
+    wait_until,
+    waits_for,
+)
+from .test_progress_thread import FirstHeld
 
 pytestmark = pytest.mark.lab
 
@@ -31,19 +44,14 @@ def thread() -> Iterator[CopyingThread]:
     made = CopyingThread(wake=lambda: None)
     yield made
     made.stop()
-    assert not is_there()
+    assert not threads_of_ours("kvpatch-copies")
 
 
 @pytest.fixture
 def engine(world: World) -> Iterator[Engine]:
     made = Engine(world, POOL_BYTES, is_beside=True)
     yield made
-    made.thread.stop()
-    assert not is_there()
-
-
-def is_there() -> bool:
-    return any(thread.name.startswith("kvpatch-copies") for thread in threading.enumerate())
+    made.stop()
 
 
 def begun(thread: CopyingThread) -> tuple[Held, Any]:
@@ -64,9 +72,9 @@ def test_copies_are_made_one_by_one_in_the_order_of_asking(thread):
         seen.append(number)
         inside.release()
 
-    assert not is_there(), "nothing has been copied yet"
+    assert not threads_of_ours("kvpatch-copies"), "nothing has been copied yet"
     copies = [thread.copy(partial(copy, number)) for number in range(50)]
-    assert is_there()
+    assert threads_of_ours("kvpatch-copies")
     assert not copies[-1](), "negative control: somebody else makes them"
     wait_until(copies[-1])
     assert seen == list(range(50))
@@ -95,9 +103,9 @@ def test_no_copy_is_under_way_when_it_returns(thread, end):
     waits_for(getattr(thread, end), held)
     assert made == list(range(5)), "those that were queued too"
     assert all(copy() for copy in queued)
-    assert not is_there()
+    assert not threads_of_ours("kvpatch-copies")
     after = thread.copy(partial(made.append, 5))
-    assert is_there() == (end != "stop")
+    assert bool(threads_of_ours("kvpatch-copies")) == (end != "stop")
     wait_until(after)
     assert made[5:] == [5]
 
@@ -199,10 +207,32 @@ def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
     assert "made up" in caplog.text
     assert is_told_nothing(world), "P is not told that it was read"
     wait_until(lambda: engine.pool.taken_bytes == 0)
-    other = engine.read()
-    other.start()
-    assert finish(other) == ["DONE"]
-    assert world.is_identical()
+    engine.load()
+
+
+def test_a_read_whose_copies_fail_is_collected_at_once(engine, monkeypatch):
+    """Its space is given back when it is: no error may hold what it was raised in.
+
+    Fake: a device that says so when it is asked for a copy.
+    """
+
+    def fails() -> bool:
+        raise ValueError("made up")
+
+    monkeypatch.setattr(Caches, "place", lambda *_: fails)
+    read = engine.staged()
+    gone = weakref.ref(read)
+    gc.disable()
+    logging.disable()  # pytest keeps what is logged
+    try:
+        read.start()
+        assert finish(read) == ["ERR"]
+        assert engine.pool.taken_bytes == 0
+        del read
+        assert gone() is None
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.enable()
 
 
 def test_the_worker_has_one_where_it_may_use_two_cores(world, monkeypatch):

@@ -39,24 +39,6 @@ def without(kind: type, name: str) -> Iterator[None]:
         yield
 
 
-def test_work_is_done_when_somebody_waits_for_it(late: LateModule) -> None:
-    """And in another order, where nothing says which comes first."""
-    memory = LateTensor(torch.zeros(4, dtype=torch.uint8))
-    memory.fill_(1)
-    event = late.model.record_event()
-    memory.fill_(2)
-    side = late.Stream()
-    with late.stream(side):
-        found = memory.index_select(0, torch.tensor([1, 3]).to("late", non_blocking=True))
-        to_host = found.to("cpu", non_blocking=True)
-    assert memory.held.tolist() == [0] * 4
-    side.synchronize()
-    assert to_host.tolist() == [0, 0]
-    assert not event.query()
-    assert event.query() and memory.held.tolist() == [1] * 4
-    assert memory.cpu().tolist() == [2] * 4
-
-
 def test_threads_of_ours_are_on_the_engines_device(late: LateModule, untried: None) -> None:
     """A thread goes back to its own device behind a stream, and the first GPU is many ranks'."""
     device = torch.device("late", 0)
@@ -107,25 +89,22 @@ class LateWorld(World):
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_a_read_comes_after_steps_that_were_queued_before(
-    late: LateModule, is_direct: bool
-) -> None:
+def test_a_read_comes_after_steps_that_were_queued_before(late, is_direct):
     """By the staging pool, and straight to its place; and waits for no later step."""
     assert LateWorld(late).load(is_direct=is_direct) == ("DONE", True, False)
 
 
-def test_a_staged_copy_without_its_wait_is_written_over(late: LateModule) -> None:
-    with without(LateStream, "wait_event"):
-        state, is_right, _ = LateWorld(late).load()
-    assert (state, is_right) == ("DONE", False)
-
-
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_a_read_that_does_not_ask_is_written_over(late: LateModule, is_direct: bool) -> None:
-    """Straight to its place: before the step. Staged: reported before its copies are done."""
-    with without(LateEvent, "query"):
-        world = LateWorld(late)
-        state, is_right, _ = world.load(is_direct=is_direct)
+@pytest.mark.parametrize(
+    ("kind", "wait", "is_direct"),
+    [
+        (LateStream, "wait_event", False),
+        (LateEvent, "query", False),  # it is reported before its copies are done
+        (LateEvent, "query", True),  # and this one goes to its place before the step
+    ],
+)
+def test_a_read_without_its_wait_is_written_over(late, kind, wait, is_direct):
+    with without(kind, wait):
+        state, is_right, _ = LateWorld(late).load(is_direct=is_direct)
     assert (state, is_right) == ("DONE", False)
 
 
@@ -165,14 +144,10 @@ def test_a_save_without_its_wait_is_of_other_bytes(late: LateModule, kind: type,
 
         def proven(pool: HostPool, *blocks: Any) -> None:
             real(pool, *blocks)
-            patch.setattr(kind, wait, no)
+            patch.setattr(kind, wait, lambda *_: None)
 
         patch.setattr(HostPool, "_save_and_look", proven)
         assert not Saved(late).is_right
-
-
-def no(*_: object) -> None:
-    """Waits for nothing."""
 
 
 @pytest.mark.parametrize("waits", [True, False])

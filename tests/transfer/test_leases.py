@@ -41,31 +41,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def _end_of(granted: float, *sent: float) -> float:
+@pytest.mark.parametrize(
+    ("granted", "sent", "end"),
+    [
+        (130.0, [], 130.0),
+        (130.0, [101.0], 130.0),  # it lasts longer without
+        (130.0, [115.0], 135.0),
+        (130.0, range(105, 500, 5), 515.0),
+        # D was held up, and sends heartbeats again: P has let go of the blocks meanwhile.
+        (130.0, [131.0], 130.0),
+        (130.0, [105.0, 110.0, 170.0, 175.0], 130.0),
+        (190.0, [105.0, 110.0, 170.0, 175.0], 195.0),  # a lease that is new, behind that gap
+    ],
+)
+def test_a_lease_is_extended_by_heartbeats_until_it_has_run_out(granted, sent, end):
     beats = Heartbeats(_EXTENSION)
     for when in sent:
         beats.send(when)
-    return Lease(granted, beats).end
-
-
-class TestALease:
-    def test_ends_as_granted_without_heartbeats(self) -> None:
-        assert Lease(130.0).end == 130.0
-        assert Lease().end == inf
-        assert _end_of(130.0) == 130.0
-
-    def test_is_extended_by_each_heartbeat(self) -> None:
-        assert _end_of(130.0, 101.0) == 130.0, "it lasts longer without"
-        assert _end_of(130.0, 115.0) == 135.0
-        assert _end_of(130.0, *range(105, 500, 5)) == 515.0
-
-    def test_that_has_run_out_is_extended_by_none(self) -> None:
-        """D was held up, and sends heartbeats again: P has let go of the blocks meanwhile."""
-        assert _end_of(130.0, 131.0) == 130.0
-        assert _end_of(130.0, 105.0, 110.0, 170.0, 175.0) == 130.0
-
-    def test_that_is_new_is_extended_behind_a_gap(self) -> None:
-        assert _end_of(190.0, 105.0, 110.0, 170.0, 175.0) == 195.0
+    assert Lease(granted, beats).end == end
+    assert Lease(granted).end == granted
+    assert Lease().end == inf
 
 
 class TestHowLongPKeepsBlocks:
@@ -135,68 +130,43 @@ class TestAStatedExpiry:
         assert self.end_of("0.25.1", 1.0) is None, "that release states none"
 
 
-class TestWhenDWasGivenARequest:
-    def test_is_told_by_its_wait_in_the_scheduler(self, clock: Clock) -> None:
-        waits = Waits()
-        waits.take(clock.time())
-        assert waits.since(clock.time()) == 0.0
-        assert waits.since(clock.time() - 50.0) == 50.0
+@pytest.mark.parametrize(
+    ("taken", "passes", "waited"),
+    [
+        ([(0, 0)], 0, {0: 0, 50: 50}),
+        # Where no scheduler of vLLM's takes them, the first one counts as none.
+        ([], 0, {7: 0, 57: 50}),
+        ([(0, 0)], 500, {500: 500}),  # the first in a long queue
+        # The API server's clock is behind by so much; the last requests tell how far at most.
+        *(([(0, by), (0, by + 7)], 0, {by: 0, by + 50: 50}) for by in (3600, 0.25, -3600)),
+        # A clock that is set makes no load late for good.
+        *(([(0, 0), *[(1, by)] * 16], 0, {by: 0, by + 50: 50}) for by in (3600, -3600)),
+        # What comes all at once behind a stall has waited.
+        ([*[(5, 0.002)] * 3, (40, 40), *[(0, 40)] * 39], 0, {40: 39.998}),
+    ],
+)
+def test_a_request_has_waited_since_d_was_given_it(clock, taken, passes, waited):
+    """By other requests that a scheduler took: (seconds since the last one, its arrival's age)."""
+    waits = Waits()
+    for seconds, age in taken:
+        clock.now += seconds
+        waits.take(clock.time() - age)
+    clock.now += passes
+    for age, expected in waited.items():
+        assert waits.since(clock.time() - age) == pytest.approx(expected, abs=1e-6)
 
-    def test_the_first_counts_as_none_where_no_scheduler_of_vllms_takes_it(
-        self, clock: Clock
-    ) -> None:
-        waits = Waits()
-        assert waits.since(clock.time() - 7.0) == 0.0
-        assert waits.since(clock.time() - 57.0) == pytest.approx(50.0)
 
-    def test_the_first_in_a_long_queue_has_waited_too(self, clock: Clock) -> None:
-        waits, arrival = Waits(), clock.time()
-        waits.take(arrival)
-        clock.now += 500.0
-        assert waits.since(arrival) == 500.0
+def test_a_worker_counts_what_a_message_has_waited_for_it(clock, monkeypatch):
+    """It is behind a stall, and its machine was started before the scheduler's."""
+    monkeypatch.setattr(read_request, "_MESSAGES", Waits(lambda: clock.now))
+    apart = 7000.0
 
-    @pytest.mark.parametrize("apart", [3600.0, 0.25, -3600.0])
-    def test_clocks_of_two_machines_are_not_compared(self, clock: Clock, apart: float) -> None:
-        """The API server's is behind by so much; the last requests tell how far at most."""
-        waits = Waits()
-        waits.take(clock.time() - apart)
-        waits.take(clock.time() - apart - 7.0)
-        assert waits.since(clock.time() - apart) == 0.0
-        assert waits.since(clock.time() - apart - 50.0) == pytest.approx(50.0)
+    def got_after(seconds: float) -> ReadRequest:
+        message = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))
+        clock.now += apart + seconds
+        got: ReadRequest = pickle.loads(message)
+        return got
 
-    @pytest.mark.parametrize("by", [3600.0, -3600.0])
-    def test_a_clock_that_is_set_makes_no_load_late_for_good(self, clock: Clock, by: float) -> None:
-        waits = Waits()
-        waits.take(clock.time())
-        for _ in range(16):
-            clock.now += 1.0
-            waits.take(clock.time() - by)
-        assert waits.since(clock.time() - by) == 0.0
-        assert waits.since(clock.time() - by - 50.0) == pytest.approx(50.0)
-
-    def test_what_comes_all_at_once_behind_a_stall_has_waited(self, clock: Clock) -> None:
-        waits = Waits()
-        for _ in range(3):
-            clock.now += 5.0
-            waits.take(clock.time() - 0.002)
-        clock.now += 40.0
-        for _ in range(40):
-            waits.take(clock.time() - 40.0)
-        assert waits.since(clock.time() - 40.0) == pytest.approx(39.998)
-
-    def test_a_worker_counts_what_a_message_has_waited_for_it(
-        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It is behind a stall, and its machine was started before the scheduler's."""
-        monkeypatch.setattr(read_request, "_MESSAGES", Waits(lambda: clock.now))
-        apart = 7000.0
-
-        def got_after(seconds: float) -> ReadRequest:
-            message = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))
-            clock.now += apart + seconds
-            got: ReadRequest = pickle.loads(message)
-            return got
-
-        assert got_after(0.001).arrived == pytest.approx(clock.now - 50.0)
-        assert got_after(40.0).arrived == pytest.approx(clock.now - 89.999)
-        assert ReadRequest(1, 1, ((1,),), ((1,),)).arrived is None
+    assert got_after(0.001).arrived == pytest.approx(clock.now - 50.0)
+    assert got_after(40.0).arrived == pytest.approx(clock.now - 89.999)
+    assert ReadRequest(1, 1, ((1,),), ((1,),)).arrived is None

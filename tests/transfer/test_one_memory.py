@@ -82,35 +82,27 @@ def caches_of(layers: list[torch.Tensor]) -> Caches:
 
 
 @pytest.mark.parametrize("is_even", [True, False])
-def test_layers_a_terabyte_apart(layers: list[torch.Tensor], is_even: bool) -> None:
-    wanted = placements_in(layers, is_even=is_even)
-    expected = one_by_one(layers, wanted)
-
-    caches_of(layers).place(noise(), wanted, None)
-
-    assert all(map(torch.equal, layers, expected))
-
-
-@pytest.mark.parametrize("is_even", [True, False])
-@pytest.mark.parametrize("is_deterministic", [True, False])
-def test_as_on_a_device(layers: list[torch.Tensor], is_even: bool, is_deterministic: bool) -> None:
+@pytest.mark.parametrize("way", ["host", "device", "deterministic device"])
+def test_layers_a_terabyte_apart(layers, is_even, way):
     """torch's deterministic mode would copy all of the rows elsewhere and back."""
     wanted = placements_in(layers, is_even=is_even)
     expected = one_by_one(layers, wanted)
-    into = [(storage_of(layer), one) for layer, one in zip(layers, wanted, strict=True)]
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
-        place_on_device(noise(), into)
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+    if way == "host":
+        caches_of(layers).place(noise(), wanted, None)
+    else:
+        into = [(storage_of(layer), one) for layer, one in zip(layers, wanted, strict=True)]
+        torch.use_deterministic_algorithms(way != "device")
+        try:
+            place_on_device(noise(), into)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     assert all(map(torch.equal, layers, expected))
 
 
 @pytest.mark.parametrize("bytes_too_far", [-BLOCK_BYTES, 2])
-def test_what_would_leave_its_layer_is_refused(
-    layers: list[torch.Tensor], bytes_too_far: int
-) -> None:
+def test_what_would_leave_its_layer_is_refused(layers, bytes_too_far):
     first, *others = placements_in(layers, is_even=True)
     highest = int(first.segments.local_block.max())
     at = first.local_address + (LAYER_BYTES - (highest + 1) * BLOCK_BYTES) + bytes_too_far
@@ -134,9 +126,7 @@ def test_memory_that_was_given_back_is_refused(layers: list[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such pointer"), None])
-def test_a_device_whose_memory_torch_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError | None
-) -> None:
+def test_a_device_whose_memory_torch_does_not_take(monkeypatch, error):
     """It raises, or it has copied to somewhere else: layers are placed by themselves then."""
 
     def as_tensor(found: object, device: torch.device) -> torch.Tensor:

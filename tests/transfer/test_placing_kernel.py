@@ -6,6 +6,7 @@ The interpreter runs the kernel's own code on a CPU. Here nothing runs on a GPU.
 from __future__ import annotations
 
 import threading
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvpatch.transfer import kernel_thread
 from kvpatch.transfer.caches import placing_on
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
-from tests.geometry.interpreted_kernel import interpreted_kernel
+from tests.geometry.interpreted_kernel import compiled, interpreted_kernel
 
 pytestmark = pytest.mark.patching
 
@@ -82,17 +83,15 @@ def test_a_device_with_triton_uses_it(kernel: ModuleType) -> None:
     assert placing_on(CPU) is place_on_device
 
 
-def test_no_read_waits_for_the_compiler(
-    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_read_waits_for_the_compiler(kernel, launches, untried, monkeypatch):
     """Neither for the trial's kernels nor for its own; and it uses them when they are there."""
-    compiled = threading.Event()
-    kernel_thread._thread.submit(compiled.wait, 60)
+    is_compiled = threading.Event()
+    kernel_thread._thread.submit(is_compiled.wait, 60)
     with monkeypatch.context() as patch:
         patch.setattr(kernel_thread, "patience_seconds", 0.0)
         assert_read(kernel)
         assert launches.count == 0
-        compiled.set()
+        is_compiled.set()
         kernel_thread._thread.submit(int).result()
         tried = launches.count
         assert_read(kernel)
@@ -102,51 +101,39 @@ def test_no_read_waits_for_the_compiler(
     assert launches.count == tried + 1
 
 
-def test_one_that_places_other_bytes_is_not_used(
-    kernel: ModuleType,
-    untried: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize(
+    ("fault", "is_tried"),
+    [
+        ("other bytes", False),  # which are looked for in the trial alone
+        *product(["no compiler", "full disk", "no assembler", "a fault of Triton"], [False, True]),
+    ],
+)
+def test_one_that_is_wrong_or_does_not_compile_is_not_used(
+    kernel, untried, monkeypatch, caplog, fault, is_tried
+):
+    """Triton compiles it for each number of axes anew."""
+    from triton.errors import TritonError
+
     def wrong(staging: torch.Tensor, into: Any, _: Any = None) -> None:
         place_on_device(staging, into)
         ((_, memory), _) = into[0]
         memory[17] += 1
 
-    monkeypatch.setattr(kernel, "place_by_kernel", wrong)
-    for _ in range(2):
-        assert_read(kernel)
-    kernel_thread._thread.submit(int).result()  # it has said so
-    assert "comes to other bytes" in caplog.text and len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("is_tried", [False, True], ids=["in the trial", "for another read"])
-@pytest.mark.parametrize("fault", ["no compiler", "full disk", "no assembler", "a fault of Triton"])
-def test_one_that_does_not_compile_is_not_used(
-    kernel: ModuleType,
-    untried: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    is_tried: bool,  # noqa: FBT001
-) -> None:
-    """Triton compiles it for each number of axes anew."""
-    from triton.errors import TritonError
-
     kinds = {"no compiler": RuntimeError, "full disk": OSError, "no assembler": TritonError}
-    kinds["a fault of Triton"] = KeyError
+    if fault == "other bytes":
+        monkeypatch.setattr(kernel, "place_by_kernel", wrong)
+    else:
+        failing = Launches(kernel._copy, kinds.get(fault, KeyError)(fault))
+        monkeypatch.setattr(kernel, "_copy", failing)
     if is_tried:
         assert kernel_thread.is_ready(CPU, "placing", lambda: True)
-    monkeypatch.setattr(kernel, "_copy", Launches(kernel._copy, kinds[fault](fault)))
     for _ in range(2):
         assert_read(kernel)
     kernel_thread._thread.submit(int).result()  # it has said so
     assert fault in caplog.text and len(caplog.records) == 1
 
 
-def test_memory_that_is_short_for_once_ends_no_kernel(
-    kernel: ModuleType, launches: Launches, untried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_short_for_once_ends_no_kernel(kernel, launches, untried, monkeypatch):
     with monkeypatch.context() as patch:
         full = Launches(kernel._copy, torch.OutOfMemoryError("no memory"))
         patch.setattr(kernel, "_copy", full)
@@ -158,9 +145,7 @@ def test_memory_that_is_short_for_once_ends_no_kernel(
 
 @pytest.mark.parametrize("item", [2, 4, 8])
 @pytest.mark.parametrize("fault", ["block", "layer"])
-def test_the_trial_sees_another_block_and_layer(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, item: int, fault: str
-) -> None:
+def test_the_trial_sees_another_block_and_layer(kernel, monkeypatch, item, fault):
     real = kernel.place_by_kernel
 
     def wrong(staging: torch.Tensor, into: Any) -> None:
@@ -193,9 +178,7 @@ def test_blocks_beyond_2_gib(kernel: ModuleType) -> None:
     assert torch.equal(torch.cat(placed), staging)
 
 
-def test_more_than_it_can_count_is_refused(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_it_can_count_is_refused(kernel, monkeypatch):
     monkeypatch.setattr(kernel, "_MOST_UNITS", 10)
     with pytest.raises(UnplannableCopy, match="expected at most 10 units"):
         kernel.is_right_on(CPU)
@@ -203,26 +186,10 @@ def test_more_than_it_can_count_is_refused(
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("item", "items"), [("int8", 1), ("int64", 1), ("int64", 2)])
-def test_it_compiles_to_a_gpus_code(
-    kernel: ModuleType, capability: int, item: str, items: int
-) -> None:
-    """By the compiler that Triton brings, for a GPU that is not here; 16 bytes at once."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(
-        fn=triton.JITFunction(kernel._copy.fn),
-        signature={"table": "*i64", "tiles_at": "i32"}
-        | dict.fromkeys(("ITEM", "ITEMS", "AXES", "TILE"), "constexpr"),
-        constexprs={
-            "ITEM": getattr(triton.language, item),
-            "ITEMS": items,
-            "AXES": 5,
-            "TILE": 1024,
-        },
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert len(made.asm["cubin"]) > 1000
-    assert ("ld.global.v2.b64" in made.asm["ptx"]) == (items == 2)
-    assert ("st.global.v2.b64" in made.asm["ptx"]) == (items == 2)
+def test_it_compiles_to_a_gpus_code(kernel, capability, item, items):
+    """16 bytes at once."""
+    values = {"ITEM": getattr(kernel.tl, item), "ITEMS": items, "AXES": 5, "TILE": 1024}
+    signature = {"table": "*i64", "tiles_at": "i32"}
+    ptx = compiled(kernel._copy, signature, values, capability)
+    assert ("ld.global.v2.b64" in ptx) == (items == 2)
+    assert ("st.global.v2.b64" in ptx) == (items == 2)

@@ -1,4 +1,7 @@
-"""What is behind the last token is zeroed, and nothing else."""
+"""What is behind the last token is zeroed, and nothing that is not a layer's own.
+
+Of any layout: ``tests/geometry/test_direct_plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,31 +31,13 @@ def noise() -> torch.Tensor:
     return torch.from_numpy(drawn)
 
 
-def zeroed_one_by_one(memory, planes):
-    wanted = memory.numpy().copy()
-    for plane in planes:
-        view = as_array(plane, wanted, memory.data_ptr())
-        view[7, :, 5:] = 0
-        view[2] = 0
-    return wanted
-
-
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "HND", "NHD", "CPU_packed", "BLHNC"])
-@pytest.mark.parametrize("left_out", [(), (3,), (1, 2, 5)])
-def test_tokens_of_all_layers_and_nothing_else(layout, left_out):
-    memory = noise()
-    planes = named_layout(layout).planes(SIZES, memory.data_ptr(), DRAM)
-    chosen = [plane for plane in planes if int(plane.layer.split(".")[1]) not in left_out]
-    wanted = zeroed_one_by_one(memory, chosen)
-    for plane in chosen:
-        zero_tokens(storage_of(memory), plane, TAIL)
-    assert np.array_equal(memory.numpy(), wanted)
-
-
 def test_a_tensor_that_several_layers_share_is_zeroed():
     memory = noise()
     planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM)[:2]
-    wanted = zeroed_one_by_one(memory, planes)
+    wanted = memory.numpy().copy()
+    for plane in planes:
+        view = as_array(plane, wanted, memory.data_ptr())
+        view[7, :, 5:] = view[2] = 0
     layers = dict.fromkeys([planes[0].layer, "b"], memory)
     Caches(layers).zero([([*planes, *(replace(p, layer="b") for p in planes)], TAIL)], None)
     assert np.array_equal(memory.numpy(), wanted)
@@ -73,11 +58,9 @@ def test_what_lies_outside_its_layers_own_tensor_is_refused():
     """Between two layers may be anybody's memory."""
     memory = noise()
     before = memory.clone()
-    names = [f"layer.{number}" for number in range(7)]
-    planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM, names)
-    size = memory.numel() // 7
-    tensors = {n: memory[i * size : (i + 1) * size].clone() for i, n in enumerate(names)}
-    caches = Caches(tensors)
+    planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM)
+    parts = memory.clone().split(memory.numel() // SIZES.layers)
+    caches = Caches({f"layer.{number}": part for number, part in enumerate(parts)})
     with pytest.raises(UnplannableCopy, match=r"layer\.0"):
         caches.zero([(planes, TAIL)], None)
     assert torch.equal(memory, before)

@@ -44,47 +44,26 @@ def in_thread(run: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_reads_come_in_order(told: Told) -> None:
-    for number in range(3):
-        told.tell(number)
-    assert told._take(0)
-    assert told.found == [0, 1, 2]
-    assert not told._take(0)
-
-
-def test_who_waits_is_woken(told: Told) -> None:
-    thread = in_thread(lambda: told._take(SECONDS))
-    time.sleep(0.05)
-    came = time.monotonic()
-    told.tell("read")
-    thread.join(SECONDS)
-    assert told.found == ["read"]
-    assert time.monotonic() - came < SECONDS / 2
-
-
-def test_a_copy_that_is_over_wakes_it_too(told: Told) -> None:
+@pytest.mark.parametrize("has_read", [True, False])
+def test_who_waits_is_woken(told: Told, has_read: bool) -> None:
+    """By a read, or a copy that is over."""
     thread = in_thread(lambda: told._take(10 * SECONDS))
     time.sleep(0.05)
-    told.wake()
+    told.tell("read") if has_read else told.wake()
     thread.join(SECONDS)
     assert not thread.is_alive()
+    assert told.found == ["read"] * has_read
 
 
-def test_a_wait_is_as_long_as_it_was_asked_for(told: Told) -> None:
-    """What woke it before a round ends no wait in it."""
+def test_what_wakes_it_in_a_round_ends_its_wait_and_what_did_before_does_not(told: Told) -> None:
     told.tell(0)
-    told._take(0)
     told.wake()
+    assert told._take(0)
     told._begin_round()
     came = time.monotonic()
     assert not told._take(0.1)
-    assert 0.1 <= time.monotonic() - came < SECONDS / 2
-
-
-def test_what_wakes_it_in_a_round_or_ends_it_is_not_lost(told: Told) -> None:
-    told._begin_round()
+    assert time.monotonic() - came >= 0.1
     told.wake()
-    came = time.monotonic()
     assert not told._take(10 * SECONDS)
     told._is_ending = True  # and the ring for it was taken for another one
     assert not told._take(10 * SECONDS)

@@ -19,45 +19,24 @@ from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import progress_thread
 from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
-from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 
 from .staged_world import (
     SECONDS,
     TOKENS,
+    Engine,
     Held,
     World,
     finish,
     is_told_nothing,
     notifications,
     taken,
+    threads_of_ours,
+    wait_until,
     waits_for,
 )
 
 pytestmark = pytest.mark.lab
-
-
-class Engine:
-    """One worker's threads, pool and gate.
-
-    Args:
-        is_beside: what was read is copied by a thread of its own.
-    """
-
-    def __init__(self, world: World, pool_bytes: int, *, is_beside: bool) -> None:
-        self.world = world
-        self.gate = AgentGate()
-        self.pool = world.pool(pool_bytes)
-        self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
-        self.copying = self.thread.copying = None
-        if is_beside:  # whatever cores this machine has
-            self.copying = self.thread.copying = CopyingThread(self.thread.wake)
-
-    def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
-        gated = ProgressAgent(agent or self.world.decode, self.gate)
-        read = self.world.read(self.pool, gated, **how)
-        read._caches.thread = self.copying
-        return BackgroundRead(read, self.thread)
 
 
 @pytest.fixture(params=["copies by turns", "copies beside"])
@@ -70,21 +49,7 @@ def make(world: World, request: pytest.FixtureRequest) -> Iterator[Callable[[int
 
     yield engine
     for one in made:
-        one.thread.stop()
-        assert not one.thread.is_running
-        assert not threads_of_ours()
-
-
-def threads_of_ours() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(("kvpatch-reads", "kvpatch-copies"))]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 4 * SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(1e-3)
+        one.stop()
 
 
 @pytest.mark.parametrize("pool_bytes", [1 << 20, 3 * 4096, 4096])
@@ -107,43 +72,24 @@ def test_a_read_goes_on_while_nobody_looks(world, make, pool_bytes):
 
 @pytest.mark.parametrize("has_threads", [True, False])
 def test_posts_are_large_only_where_somebody_shares_them(world, make, monkeypatch, has_threads):
-    engine = make(4096)
+    """Somebody does where NIXL has not read a post before it returns."""
+    engine, posts, transfer = make(4096), [], world.decode.transfer
     monkeypatch.setattr(staged_module, "_MOST_DIRECT_BYTES", 512)
     monkeypatch.setattr(staged_module, "SPREAD_RUNS", 16)
-    agent = _Later if has_threads else _Counted
-    posts = agent(world.decode)
-    read = engine.read(posts, is_direct=True)
+
+    def counted(handle: Any) -> str:
+        posts.append(handle)
+        state = transfer(handle)
+        return "PROC" if has_threads else state
+
+    monkeypatch.setattr(world.decode, "transfer", counted)
+    read = engine.read(is_direct=True)
     read.start()
     assert finish(read) == ["DONE"]
     assert world.is_identical()
-    runs = read.telemetry().descCount
-    expected = runs / 16 if has_threads else runs / 8
-    assert 0.9 < posts.calls["transfer"] / expected < 1.2
+    expected = read.telemetry().descCount / (16 if has_threads else 8)
+    assert 0.9 < len(posts) / expected < 1.2
     assert engine.pool.has_threads == has_threads
-
-
-class _Counted(wrapt.ObjectProxy):
-    """A real agent that counts what it is asked for."""
-
-    def __init__(self, agent: Any) -> None:
-        super().__init__(agent)
-        self._self_calls: dict[str, int] = {}
-
-    @property
-    def calls(self) -> dict[str, int]:
-        return self._self_calls
-
-    def transfer(self, handle: Any) -> Any:
-        self._self_calls["transfer"] = self._self_calls.get("transfer", 0) + 1
-        return self.__wrapped__.transfer(handle)
-
-
-class _Later(_Counted):
-    """One whose posts are read by somebody else."""
-
-    def transfer(self, handle: Any) -> Any:
-        super().transfer(handle)
-        return "PROC"
 
 
 def test_many_reads_share_a_pool_of_one_block_in_order(world, make, monkeypatch):
@@ -168,15 +114,11 @@ def test_reads_in_line_are_not_asked_again(world, make, monkeypatch):
     for read in reads:
         read.start()
     wait_until(lambda: len(engine.thread._reads) - len(engine.thread._going) == 39)
-    assert finish_once(reads) == ["PROC"] * 40
+    assert [read.state() for read in reads] == ["PROC"] * 40
     with engine.thread.paused():
         engine.pool.give(held)
     assert finish(*reads) == ["DONE"] * 40
     assert world.is_identical()
-
-
-def finish_once(reads: list[BackgroundRead]) -> list[str]:
-    return [read.state() for read in reads]
 
 
 class FirstHeld(Held):
@@ -221,6 +163,8 @@ def test_giving_up_waits_for_the_copy_that_is_under_way_and_for_no_more(
     other.start()
     assert finish(other) == ["DONE"], "the pool serves the next request"
     assert world.is_identical()
+    assert not other.void(), "it is done, and its blocks hold what they should"
+    assert other.state() == "DONE"
 
 
 @pytest.mark.parametrize("end", [None, "void", "release"])
@@ -379,16 +323,12 @@ def test_a_wait_that_a_signal_ends_is_over(world, make, monkeypatch):
     assert not engine.thread._work._waiting
 
 
-def test_it_ends_when_there_is_nothing_to_read_and_starts_again(world, make, monkeypatch):
+def test_it_ends_when_there_is_nothing_to_read_and_starts_again(make, monkeypatch):
     monkeypatch.setattr(progress_thread, "_IDLE_SECONDS", 0.05)
     engine = make(4096)
     for _ in range(3):
-        read = engine.read()
-        read.start()
-        assert finish(read) == ["DONE"]
+        engine.load()
         wait_until(lambda: not engine.thread.is_running)
-        assert read.state() == "DONE"
-    assert world.is_identical()
 
 
 def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
@@ -407,6 +347,12 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
     seen = dict.fromkeys(fates, 0)
     going: list[tuple[BackgroundRead, torch.Tensor, str, int]] = []
     steps = 0
+
+    def end(read: BackgroundRead, fate: str) -> None:
+        seen[fate] += 1
+        if fate != "drop":
+            getattr(read, fate)()
+
     while fates or going:
         while fates and len(going) < 8:
             into = fresh()
@@ -415,9 +361,7 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
             with engine.thread.paused():
                 read.start()
                 if fate != "read" and len(fates) % 2:  # before anything of it was read
-                    seen[fate] += 1
-                    if fate != "drop":
-                        getattr(read, fate)()
+                    end(read, fate)
                     continue
             going.append((read, into, fate, steps + int(chosen.integers(8))))
         left = []
@@ -428,9 +372,8 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
             elif fate == "read" or steps < when:
                 left.append((read, into, fate, when))
             else:
-                seen[fate] += 1
+                end(read, fate)
                 if fate != "drop":
-                    getattr(read, fate)()
                     written = into.clone()
                     time.sleep(1e-3)
                     assert torch.equal(into, written), f"written to after its {fate}"
@@ -445,7 +388,7 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
 
 
 class _Watched:
-    """Fake: an agent that knows who is in it."""
+    """Fake: an agent that knows who is in it, whatever it is called for."""
 
     def __init__(self) -> None:
         self.inside: list[str] = []
@@ -460,20 +403,8 @@ class _Watched:
         with self._lock:
             self.inside.remove(who)
 
-    def check_xfer_state(self, who: str) -> None:
-        self._call(who)
-
-    def send_notif(self, who: str) -> None:
-        self._call(who)
-
-    def add_remote_agent(self, who: str) -> None:
-        self._call(who)
-
-    def register_memory(self, who: str) -> None:
-        self._call(who)
-
-    def remove_remote_agent(self, who: str) -> None:
-        self._call(who)
+    check_xfer_state = send_notif = add_remote_agent = _call
+    register_memory = remove_remote_agent = _call
 
 
 def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_not():
@@ -536,18 +467,19 @@ def test_a_handshake_that_waits_for_the_thread_does_not_stop_it():
     assert not thread.is_alive()
     handshake.join(SECONDS)
     assert agent.seen == {("thread",), ("handshake",)}
+    found = []
+
+    def ask() -> None:
+        with gate.without_handshakes() as is_free:
+            found.append(is_free)
+
     with gate.side_of("add_remote_agent").alone():
-        other = []
-        asking = threading.Thread(target=lambda: other.append(_is_free(gate)))
+        asking = threading.Thread(target=ask)
         asking.start()
         asking.join(SECONDS)
-        assert other == [False], "a handshake is not waited for"
-    assert _is_free(gate)
-
-
-def _is_free(gate: AgentGate) -> bool:
-    with gate.without_handshakes() as is_free:
-        return is_free
+        assert found == [False], "a handshake is not waited for"
+    ask()
+    assert found == [False, True]
 
 
 class _Shaking(wrapt.ObjectProxy):
@@ -583,9 +515,7 @@ def _handshake(engine: Engine, name: str) -> Iterator[threading.Thread]:
 @pytest.mark.parametrize("name", ["add_remote_agent", "prep_xfer_dlist"])
 def test_no_read_waits_for_a_handshake_that_is_inside_nixl(world, make, name, is_direct):
     engine = make(1 << 20)
-    first = engine.read()  # has the pool made, whose memory is registered
-    first.start()
-    assert finish(first) == ["DONE"]
+    engine.load()  # has the pool made, whose memory is registered
     with _handshake(engine, name) as inside:
         world.target.zero_()
         read = engine.read(is_direct=is_direct)

@@ -21,9 +21,7 @@ from kvpatch.transfer.nixl import errors_of
 from .staged_world import (
     OVER,
     SECONDS,
-    TOKENS,
     Failing,
-    World,
     finish,
     is_told_nothing,
     notifications,
@@ -31,24 +29,6 @@ from .staged_world import (
 )
 
 pytestmark = pytest.mark.lab
-
-
-@pytest.mark.parametrize("pool_bytes", [1 << 20, 3 * 4096, 4096])
-def test_rounds_of_any_size_arrive_and_the_peer_is_told_once(world, pool_bytes):
-    pool = world.pool(pool_bytes)
-    read = world.read(pool)
-    assert not world.is_identical(), "negative control"
-    assert read.start() == "PROC"
-    assert is_told_nothing(world), "not before the last byte has been read"
-    assert finish(read) == ["DONE"]
-    assert world.is_identical()
-    assert pool.taken_bytes == 0
-    assert read.telemetry().totalBytes >= TOKENS * 2 * 2 * 16 * 2 * 3
-    read.release()
-    read.release()
-    assert read.state() == "DONE", "an old release asks again after it has let go"
-    assert notifications(world) == [b"done"]
-    assert is_told_nothing(world)
 
 
 class LateStep:
@@ -65,9 +45,7 @@ class LateStep:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_goes_straight_to_its_place_waits_for_steps_before(
-    world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_what_goes_straight_to_its_place_waits_for_steps_before(world, monkeypatch, waits):
     """A step that was queued before the read began must not write over what the read brings."""
     step = LateStep(world.target)
     monkeypatch.setattr(caches_module.Caches, "mark", lambda self: step)
@@ -228,23 +206,3 @@ def test_nixl_says_what_it_can_raise(world):
             world.decode.get_xfer_descs([(1 << 40, 8, 0)], "DRAM"),
             world.ends.agent,
         )
-
-
-def test_a_read_that_was_given_up_places_nothing_more(world):
-    pool = world.pool(3 * 4096)
-    read = world.read(pool)
-    read.start()
-    assert read.void()
-    before = world.target.clone()  # a chunk may have been placed by then
-    assert finish(read) == ["ERR"], "what was not placed is not received"
-    assert read.state() == "ERR"
-    assert torch.equal(world.target, before)
-    assert pool.taken_bytes == 0
-    assert notifications(world) == [b"done"], "P may free its blocks"
-    assert is_told_nothing(world)
-    read.release()
-    placed = world.read(pool)
-    placed.start()
-    assert finish(placed) == ["DONE"]
-    assert not placed.void(), "it is done, and its blocks hold what they should"
-    assert placed.state() == "DONE"

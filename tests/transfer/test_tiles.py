@@ -7,19 +7,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpatch.checks.cache_digests import TableTokens, memories_of
-from kvpatch.checks.digest_pieces import device_sums, host_sums
-from kvpatch.checks.digests import Weights, ranges_of
+from kvpatch.checks.cache_digests import memories_of
+from kvpatch.checks.digests import ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.segments import BlockList, uncovered_tail
-from kvpatch.transfer.one_memory import storage_of
-from kvpatch.transfer.plane_bytes import zero_tokens
+from kvpatch.geometry.segments import BlockList
 from tests.geometry.slow_digests import as_numbers, proves
 from tests.geometry.test_tiles import cache_of, planes_at, rows_of
 
-from .digest_world import SEED, Engine, Rank, digested, request_of
-from .test_cache_digests import expected_of
+from .digest_world import Engine, Rank, digested, request_of
+from .test_cache_digests import assert_device_sums, expected_of
 
 pytestmark = pytest.mark.patching
 
@@ -57,29 +54,4 @@ def test_a_request_has_one_digest(block_tokens: int, range_tokens: int) -> None:
 
 def test_a_device_sums_tiles_as_the_host_does() -> None:
     memory, planes = held(KeyOrder.TILED, rows_of(1, 64))
-    memories, blocks = memories_of({"layer.0": memory}), BlockList(_IDS, 64)
-    for alike in TableTokens({}, memories, tuple(planes), blocks, 0, 64).alike():
-        numbers = alike.numbers(_IDS)
-        view = alike.view(int(numbers.max()) + 1)
-        weights = Weights(SEED).words(16)
-
-        on_device = device_sums(
-            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), 64
-        )
-
-        assert torch.equal(on_device, host_sums(view, numbers, weights, 64))
-
-
-@pytest.mark.parametrize("end", [64 + n for n in (0, 1, 2, 15, 16, 17, 33, 63)])
-def test_what_lies_behind_the_last_token_is_zeroed(end: int) -> None:
-    """And nothing else, to the token: a tile of values has pairs of these."""
-    rows = rows_of(1, 64)
-    memory, planes = held(KeyOrder.TILED, rows)
-    expected = rows.copy()
-    expected[:, _IDS[1], :, end - 64 :] = 0
-    expected[:, _IDS[2]] = 0
-
-    for plane in planes:
-        zero_tokens(storage_of(memory), plane, uncovered_tail(BlockList(_IDS, 64), end))
-
-    assert memory.numpy().tobytes() == cache_of(KeyOrder.TILED, expected)
+    assert_device_sums(memory, planes, BlockList(_IDS, 64))

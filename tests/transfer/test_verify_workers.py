@@ -42,9 +42,7 @@ def test_a_byte_in_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     ("device", "said"),
     [("cuda", "finds no CUDA device here: run this where"), ("tpu", "give one of cpu, cuda")],
 )
-def test_a_device_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, device: str, said: str
-) -> None:
+def test_a_device_that_is_not_there_is_named(monkeypatch, device, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["verify", "--device", device])
     assert result.exit_code == 2
