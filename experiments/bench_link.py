@@ -233,9 +233,7 @@ def main() -> None:
     except NoNamespaces as error:
         console.print(f"skipped: {error}", markup=False)
         sys.exit(0)
-    published = table(rows, options.mib)
-    console.print(published.drawn())
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows, options.mib))
 
 
 if __name__ == "__main__":

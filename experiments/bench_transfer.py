@@ -424,9 +424,7 @@ def main() -> None:
         for pair in [PAIRS[number] for number in numbers] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
-    published = table(rows)
-    console.print(published.drawn())
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows))
 
 
 if __name__ == "__main__":

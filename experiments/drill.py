@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from experiments.engines.faults import ENDED, count, is_alive
+from experiments.engines.faults import ENDED, count
 from experiments.engines.routed import (
     KINDS,
     Ends,
@@ -45,6 +45,7 @@ from experiments.harness import (
     options_of,
     show_said,
 )
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import Engine, EngineSpec, Options, free_ports
 from kvpatch.tools.verify.run import progress_bar, until_signal
@@ -154,10 +155,14 @@ def since(before: Counted, now: Counted) -> int | None:
 
 async def revive(play: Play) -> list[str]:
     """Starts again what has ended by itself; names it."""
-    ended = [one for one in (play.prefill, play.decode) if not is_alive(one)]
-    for one in ended:
-        await play.restart(one)
-    return [one.spec.name for one in ended]
+    ended = []
+    for one in (play.prefill, play.decode):
+        try:
+            one.require_alive()
+        except EngineFailed:
+            ended.append(one.spec.name)
+            await play.restart(one)
+    return ended
 
 
 def engine(name: str, side: str, options: Options, policy: str) -> EngineSpec:
@@ -272,11 +277,9 @@ def main() -> None:
                 console,
             )
         )
-    published = table(rows)
-    console.print(published.drawn())
     for row in rows:
         show_said(f"{row.pair}, {row.scene}", row.said, console)
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows))
 
 
 if __name__ == "__main__":

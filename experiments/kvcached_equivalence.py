@@ -22,10 +22,9 @@ import shutil
 import subprocess
 import sys
 
-from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
 from experiments.engines.pairs import OPTIONS, choose
-from experiments.harness import options_of
+from experiments.harness import ROOT, importable_in_engines, options_of
 from kvpatch.core.errors import KvpatchError
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import require_release

@@ -247,7 +247,7 @@ def single_setup(single: Single, model: str) -> Setup:
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
     side = single.like or Side(64 if single.has_state else 32)
     name += "" if single.like is None else f"-{single.dtype}-{str(side).replace(' ', '-')}"
-    return Setup("single", (_engine(name, single, side, model, connector=False),))
+    return Setup("single", (engine_of(name, single, side, model, connector=False),))
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
@@ -265,7 +265,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
         }
     )
     prefill = tuple(
-        _engine(
+        engine_of(
             f"{row.name}-prefill-{number}",
             row.single,
             side,
@@ -275,8 +275,8 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
         )
         for number, side in enumerate(row.prefill)
     )
-    stock = _engine(f"{row.name}-decode-stock", row.single, row.decode, model)
-    patched = _engine(
+    stock = engine_of(f"{row.name}-decode-stock", row.single, row.decode, model)
+    patched = engine_of(
         f"{row.name}-decode-kvpatch",
         row.single,
         row.decode,
@@ -287,7 +287,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
     return Setup("stock", prefill, (stock,)), Setup("kvpatch", prefill, (patched,))
 
 
-def _engine(
+def engine_of(
     name: str,
     single: Single,
     side: Side,

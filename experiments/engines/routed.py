@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from experiments.engines.checkout import importable_in_engines
-from experiments.engines.faults import kill_and_restart
-from experiments.harness import work_folder
+from experiments.engines.faults import kill
+from experiments.harness import importable_in_engines, work_folder
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.tools.verify.engine import (
     TRANSFER_CONFIG,
@@ -222,8 +222,15 @@ class Play:
                 await complete(self.client, self.prefill.url, request, 1)
 
     async def restart(self, engine: Engine) -> None:
-        """kill -9, and another one under the same engine id."""
-        await kill_and_restart(engine, self.client, self.options.startup_timeout)
+        """kill -9 of all of an engine's processes, and one of the same arguments in its place.
+
+        The log of the one that was killed is kept beside the new one's.
+        """
+        await kill(engine)
+        killed = len(list(engine.log.parent.glob(f"{engine.log.stem}.killed-*.log")))
+        engine.log.rename(engine.log.with_name(f"{engine.log.stem}.killed-{killed}.log"))
+        engine.start()
+        await engine.ready(self.client, self.options.startup_timeout)
 
 
 @dataclass(frozen=True)
@@ -270,12 +277,17 @@ def short_prompt(chance: random.Random, words: Sequence[int]) -> tuple[int, ...]
     return tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
 
 
-def options_for(asked: str | None, name: str, console: Console) -> Options:
+def options_for(
+    asked: str | None,
+    name: str,
+    console: Console,
+    make: Callable[[Path], Path] = make_tiny_llama,
+) -> Options:
     """Makes the folder of a run, with its model, and lets engines import this checkout."""
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # glibc keeps what threads free
     importable_in_engines()
     folder = work_folder(asked, name, console)
-    return Options(work_dir=folder, model=str(make_tiny_llama(folder / "model")))
+    return Options(work_dir=folder, model=str(make(folder / "model")))
 
 
 def half(
@@ -312,7 +324,8 @@ async def playing(
         running(specs, client, options, console) as engines,
     ):
         await require_kvpatch_as_asked(client, engines)
-        play = Play(client, options, *engines, words)
+        prefill, decode = engines
+        play = Play(client, options, prefill, decode, words)
         try:
             yield play
         finally:
