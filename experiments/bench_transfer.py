@@ -207,13 +207,10 @@ class Setup:
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         self.caches.thread = self.thread.copying
         # Made and registered before anything is timed, as it is for all but the first request.
-        self.pool.give(self._any_space())
-
-    def _any_space(self) -> Any:
         turn = self.pool.line_up(0, "")
-        space = self.pool.take(turn, 1)
+        space: Any = self.pool.take(turn, 1)
         self.pool.leave(turn)
-        return space
+        self.pool.give(space)
 
     def _register(self, size_bytes: int) -> torch.Tensor:
         device = self.decode.memory.device

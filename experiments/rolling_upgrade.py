@@ -27,6 +27,7 @@ from rich.table import Table
 from experiments.engines.faults import count, kill
 from experiments.engines.releases import python_of
 from experiments.engines.routed import (
+    KINDS,
     TOGETHER,
     Ends,
     Play,
@@ -245,19 +246,15 @@ async def upgrades(
 
 
 def table(rows: Sequence[Phase]) -> Table:
-    shown = table_of("requests by the engines there when they ended; wrong: with HTTP 200", (
-        "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
-        "failed at D", "broken at P", "broken at D", "no answer", "reads",
-    ), (), texts=5)  # fmt: skip
-    for row in rows:
-        counts = (row.requests, row.right, row.wrong, row.failed_at_p, row.failed_at_d)
-        rest = (row.broken_at_p, row.broken_at_d, row.no_answer)
-        shown.add_row(
-            *(row.engines, f"{row.old} → {row.new}", row.order, row.way, row.between),
-            *map(str, (*counts, *rest)),
-            "" if row.reads is None else str(row.reads),
-        )
-    return shown
+    title = "requests by the engines there when they ended; wrong: with HTTP 200"
+    columns = ("engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong",
+               "failed at P", "failed at D", "broken at P", "broken at D", "no answer",
+               "reads")  # fmt: skip
+    return table_of(title, columns, (
+        (row.engines, f"{row.old} → {row.new}", row.order, row.way, row.between, str(row.requests),
+         *(str(getattr(row, kind)) for kind in KINDS), "" if row.reads is None else str(row.reads))
+        for row in rows
+    ), texts=5)  # fmt: skip
 
 
 def goals(rows: Sequence[Phase]) -> list[Goal]:

@@ -215,7 +215,7 @@ class Soak:
         """
         end = time.monotonic() + STAGING_S
         while True:
-            await self.play.through(self.prompts[0])
+            await self.play.served(self.prompts[0])
             await asyncio.sleep(2)
             pool, taken = [
                 await count(self.play.client, self.play.decode, gauge.shown_name)
