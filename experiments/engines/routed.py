@@ -284,7 +284,6 @@ def options_for(
     make: Callable[[Path], Path] = make_tiny_llama,
 ) -> Options:
     """Makes the folder of a run, with its model, and lets engines import this checkout."""
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # glibc keeps what threads free
     importable_in_engines()
     folder = work_folder(asked, name, console)
     return Options(work_dir=folder, model=str(make(folder / "model")))
@@ -341,6 +340,8 @@ async def answers_alone(
     draw: Callable[[random.Random, list[int]], tuple[int, ...]] = short_prompt,
 ) -> tuple[list[int], list[Prompt]]:
     """Starts a single engine; returns its vocabulary, and prompts with its answers."""
+    # Of this engine and of all that are started behind it: glibc keeps what threads free.
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(cache_blocks))
     alone = small_engine(name, str(options.model), "float32", small, False, False)
     chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
