@@ -227,7 +227,8 @@ def _compare(options: argparse.Namespace, folder: Path, console: Console) -> int
             written = folder / "results" / side / f"{Path(file).stem}{label}.json"
             is_broken = options.negative_control and side == "on"
             more = ("--timeout", str(options.test_timeout), *["--break-kvpatch"] * is_broken)
-            console.print(f"{written.stem}, kvpatch {side}: {written.parent}", highlight=False)
+            log = written.with_suffix(".log")
+            console.print(f"{Path(file).stem}, kvpatch {side}: {log}", highlight=False)
             found.append(run_tests(source, written, tests, *more, kvpatch=side == "on"))
         return Pair(file, *found)
 
