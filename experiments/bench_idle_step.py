@@ -11,15 +11,11 @@ difference to a D with kvpatch and without instruments.
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from harness import Goal, conclude, console_of, options_of, table_of
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from experiments.harness import Goal, conclude, console_of, options_of, table_of
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from tests.lab.case import EngineSpec

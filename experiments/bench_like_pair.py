@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import conclude, console_of, options_of, table_of
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from experiments.harness import conclude, console_of, options_of, table_of
 from tests.lab.case import EngineSpec
 from tests.lab.host import Lab
 from tests.lab.stage import Actor, Stage

@@ -62,8 +62,8 @@ class Link:
     """The two namespaces of this process, and the interfaces between them."""
 
     def __init__(self) -> None:
-        self._spaces = [in_thread(own_network) for _ in _ENDS]
-        self._paths = [f"/proc/{os.getpid()}/fd/{space}" for space in self._spaces]
+        self.spaces = [in_thread(own_network) for _ in _ENDS]
+        self._paths = [f"/proc/{os.getpid()}/fd/{space}" for space in self.spaces]
         (first, _), (second, _) = _ENDS
         self._run(0, f"ip link add {first} type veth peer name {second}")
         self._run(0, f"ip link set {second} netns {self._paths[1]}")
@@ -92,11 +92,6 @@ class Link:
                 self._run(end, f"tc qdisc replace dev {name} root {limits}")
             except subprocess.CalledProcessError as error:
                 raise NoNamespaces(error.stderr.decode().strip().replace("\n", " ")) from error
-
-    def close(self) -> None:
-        """Lets the namespaces go with their last process."""
-        for space in self._spaces:
-            os.close(space)
 
     def _run(self, end: int, command: str) -> None:
         def run() -> None:
@@ -161,7 +156,8 @@ def linked() -> Iterator[Link]:
     try:
         yield link
     finally:
-        link.close()
+        for space in link.spaces:  # they go with their last process
+            os.close(space)
 
 
 def measure(link: Link, options: argparse.Namespace, console: Console) -> list[Measured]:
@@ -233,9 +229,7 @@ def main() -> None:
     except NoNamespaces as error:
         console.print(f"skipped: {error}", markup=False)
         sys.exit(0)
-    published = table(rows, options.mib)
-    console.print(published.drawn())
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows, options.mib))
 
 
 if __name__ == "__main__":

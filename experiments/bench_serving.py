@@ -18,27 +18,20 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
 from rich.console import Console
 
-from experiments.engines.checkout import importable_in_engines
 from experiments.engines.models import MAKERS
-from experiments.harness import (
-    Goal,
-    Published,
-    chosen,
-    conclude,
-    console_of,
-    options_of,
-    work_folder,
-)
+from experiments.engines.pairs import Side, Single, engine_of
+from experiments.engines.routed import options_for
+from experiments.harness import Goal, Published, chosen, conclude, console_of, options_of
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import Engine, EngineSpec, Options, small_engine
+from kvpatch.tools.verify.engine import Engine, Options
 from kvpatch.tools.verify.handoff import Completion, Request, events, prefill_then_decode
 from kvpatch.tools.verify.run import (
     progress_bar,
@@ -48,7 +41,6 @@ from kvpatch.tools.verify.run import (
     vocabulary,
 )
 
-_TORCH_ATTENTION = ("--worker-extension-cls", "experiments.engines.torch_attention.TorchCacheProbe")
 #: vLLM's, for which attention in torch is written.
 _RELEASE = "0.32.0"
 _CACHE_GIB = 1
@@ -60,14 +52,6 @@ _OTHERS_TOKENS = 800
 #: Loads in a row while others are served, before it is the other pair's turn.
 _LOADS = 4
 _MOST, _MOST_ALIKE = 1.2, 1.05
-
-
-@dataclass(frozen=True)
-class Side:
-    """One engine: tokens of its blocks, and its layout where the backend has several."""
-
-    block_tokens: int
-    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ PAIRS = (
     Pair("64-32", Side(64), Side(32)),
     Pair("32-128", Side(32), Side(128)),
     Pair("128-32", Side(128), Side(32)),
-    Pair("nhd-hnd", Side(32, "NHD"), Side(32, "HND"), Side(32, "HND")),
+    Pair("nhd-hnd", Side(32, layout="NHD"), Side(32, layout="HND"), Side(32, layout="HND")),
 )
 
 
@@ -115,30 +99,18 @@ class Measured:
     tokens_per_s: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Both:
-    """Two engines that serve together."""
+Both = tuple[Engine, Engine]
+"""P and D, which serve together."""
 
-    prefill: Engine
-    decode: Engine
-
-
-class Prompts:
-    """Random ones, none of which is ever sent to an engine twice."""
-
-    def __init__(self, words: Sequence[int]) -> None:
-        self._words = words
-        self._random = random.Random(0)
-
-    def next(self, tokens: int = _PROMPT_TOKENS) -> tuple[int, ...]:
-        return tuple(self._random.choices(self._words, k=tokens))
+Draw = Callable[[int], tuple[int, ...]]
+"""Draws a prompt of so many tokens, which is sent to no engine twice."""
 
 
 class Others:
     """Clients of a decode engine that have nothing to do with a prefill engine."""
 
-    def __init__(self, client: httpx.AsyncClient, engine: Engine, prompts: Prompts) -> None:
-        self._client, self._engine, self._prompts = client, engine, prompts
+    def __init__(self, client: httpx.AsyncClient, engine: Engine, draw: Draw) -> None:
+        self._client, self._engine, self._draw = client, engine, draw
         self.tokens = 0
         self._started = [asyncio.Event() for _ in range(_OTHERS)]
 
@@ -158,7 +130,7 @@ class Others:
         while True:
             body = {
                 "model": self._engine.spec.model,
-                "prompt": list(self._prompts.next(8)),
+                "prompt": list(self._draw(8)),
                 "max_tokens": _OTHERS_TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
@@ -173,9 +145,9 @@ class Others:
 
 
 async def load(client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...]) -> Completion:
-    request = Request(engines.prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
-    urls = engines.prefill.url, engines.decode.url
-    return await prefill_then_decode(client, *urls, request, _ANSWER_TOKENS)
+    prefill, decode = engines
+    request = Request(prefill.spec.model, prompt, f"bench{uuid.uuid4().hex}")
+    return await prefill_then_decode(client, prefill.url, decode.url, request, _ANSWER_TOKENS)
 
 
 def compared(name: str, like: Completion, own: Completion) -> Load:
@@ -195,22 +167,22 @@ def compared(name: str, like: Completion, own: Completion) -> Load:
 
 
 async def idle_loads(
-    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, prompts: Prompts
+    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, draw: Draw
 ) -> None:
     """One prompt on each pair, the first of them by chance."""
-    prompt, order = prompts.next(), random.sample((0, 1), 2)
+    prompt, order = draw(_PROMPT_TOKENS), random.sample((0, 1), 2)
     found = {number: await load(client, both[number], prompt) for number in order}
     measured.idle.append(compared(measured.pair, found[0], found[1]))
 
 
 async def busy_loads(
-    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, prompts: Prompts
+    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, draw: Draw
 ) -> None:
     """A few prompts on each pair, while its D serves others."""
-    wanted = [prompts.next() for _ in range(_LOADS)]
+    wanted = [draw(_PROMPT_TOKENS) for _ in range(_LOADS)]
     found: dict[int, list[Completion]] = {}
     for number in random.sample((0, 1), 2):
-        others = Others(client, both[number].decode, prompts)
+        others = Others(client, both[number][1], draw)
         async with others.served():
             before, started = others.tokens, time.perf_counter()
             found[number] = [await load(client, both[number], prompt) for prompt in wanted]
@@ -220,47 +192,43 @@ async def busy_loads(
         measured.busy.append(compared(measured.pair, like, own))
 
 
-def spec(name: str, model: str, side: Side, *, kvpatch: bool) -> EngineSpec:
-    """One engine; those with a layout have attention in torch, which knows both."""
-    arguments = (
-        *("--block-size", str(side.block_tokens)),
-        *(_TORCH_ATTENTION if side.layout else ()),
-    )
+async def measure(pair: Pair, count: int, options: Options, console: Console) -> Measured:
+    # Those with a layout have attention in torch, which knows both.
+    single = Single(model="much-kv", torch_attention=pair.like.layout is not None)
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB)}
-    if side.layout:
-        settings["VLLM_KV_CACHE_LAYOUT"] = side.layout
-    return small_engine(name, model, "float32", arguments, True, kvpatch, tuple(settings.items()))
-
-
-async def measure(
-    pair: Pair, model: str, count: int, options: Options, console: Console
-) -> Measured:
     specs = [
-        spec(f"{pair.name}-like-prefill", model, pair.like, kvpatch=False),
-        spec(f"{pair.name}-like-decode", model, pair.like, kvpatch=False),
-        spec(f"{pair.name}-prefill", model, pair.prefill, kvpatch=True),
-        spec(f"{pair.name}-decode", model, pair.decode, kvpatch=True),
+        engine_of(f"{pair.name}-{name}", single, side, str(options.model), True, on, settings)
+        for name, side, on in (
+            ("like-prefill", pair.like, False),
+            ("like-decode", pair.like, False),
+            ("prefill", pair.prefill, True),
+            ("decode", pair.decode, True),
+        )
     ]
     measured = Measured(pair.name, pair.most)
     async with httpx.AsyncClient() as client, running(specs, client, options, console) as engines:
         await require_kvpatch_as_asked(client, engines)
-        prompts = Prompts(await vocabulary(client, engines[0]))
-        both = Both(engines[0], engines[1]), Both(engines[2], engines[3])
+        words, chance = await vocabulary(client, engines[0]), random.Random(0)
+        both = (engines[0], engines[1]), (engines[2], engines[3])
+
+        def draw(tokens: int) -> tuple[int, ...]:
+            return tuple(chance.choices(words, k=tokens))
+
         touching = -(-(_CACHE_GIB * 1024**3) // (_PROMPT_TOKENS * _TOKEN_BYTES)) + 2
         with progress_bar(console) as progress:
             task = progress.add_task(f"{pair.name}: touching", total=touching)
             for _ in range(touching):
-                prompt = prompts.next()
+                prompt = draw(_PROMPT_TOKENS)
                 for engines_of in both:
                     await load(client, engines_of, prompt)
                 progress.advance(task)
             task = progress.add_task(f"{pair.name}: idle", total=count)
             while len(measured.idle) < count:
-                await idle_loads(client, both, measured, prompts)
+                await idle_loads(client, both, measured, draw)
                 progress.advance(task)
             task = progress.add_task(f"{pair.name}: busy", total=count)
             while len(measured.busy) < count:
-                await busy_loads(client, both, measured, prompts)
+                await busy_loads(client, both, measured, draw)
                 progress.advance(task, _LOADS)
     return measured
 
@@ -304,20 +272,15 @@ def main() -> None:
         work_dir=(None, "for models and logs; kept"),
     )
     console = console_of(140)
-    importable_in_engines()
     with exit_statuses():
         names = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
-        folder = work_folder(options.work_dir, "serving", console)
-        model = str(MAKERS["much-kv"](folder / "much-kv"))
-        of_run = Options(work_dir=folder, model=model)
+        of_run = options_for(options.work_dir, "serving", console, MAKERS["much-kv"])
         found = [
-            until_signal(measure(pair, model, options.prompts, of_run, console))
+            until_signal(measure(pair, options.prompts, of_run, console))
             for pair in PAIRS
             if pair.name in names
         ]
-    published = table(found)
-    console.print(published.drawn())
-    conclude(found, goals(found), options, console, published)
+    conclude(found, goals(found), options, console, table(found))
 
 
 if __name__ == "__main__":

@@ -207,13 +207,10 @@ class Setup:
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         self.caches.thread = self.thread.copying
         # Made and registered before anything is timed, as it is for all but the first request.
-        self.pool.give(self._any_space())
-
-    def _any_space(self) -> Any:
         turn = self.pool.line_up(0, "")
-        space = self.pool.take(turn, 1)
+        space: Any = self.pool.take(turn, 1)
         self.pool.leave(turn)
-        return space
+        self.pool.give(space)
 
     def _register(self, size_bytes: int) -> torch.Tensor:
         device = self.decode.memory.device
@@ -424,9 +421,7 @@ def main() -> None:
         for pair in [PAIRS[number] for number in numbers] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
-    published = table(rows)
-    console.print(published.drawn())
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ otherwise, or if stock's stale blocks went unseen: then nothing was drilled.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,18 +22,20 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from experiments.engines.checkout import importable_in_engines
-from experiments.engines.faults import ENDED, count, is_alive
+from experiments.engines.faults import ENDED, count
 from experiments.engines.routed import (
     KINDS,
+    Ends,
     Play,
     Prompt,
+    Told,
     answers_alone,
     batches,
-    by_kind,
-    connections,
+    half,
+    options_for,
+    playing,
 )
-from experiments.engines.scenes import LEASE_S, SCENES, Told
+from experiments.engines.scenes import LEASE_S, SCENES
 from experiments.harness import (
     Goal,
     Published,
@@ -44,19 +44,11 @@ from experiments.harness import (
     console_of,
     options_of,
     show_said,
-    work_folder,
 )
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import (
-    TRANSFER_CONFIG,
-    Engine,
-    EngineSpec,
-    Options,
-    free_ports,
-    small_engine,
-)
-from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
+from kvpatch.tools.verify.engine import Engine, EngineSpec, Options, free_ports
+from kvpatch.tools.verify.run import progress_bar, until_signal
 
 #: P's is small enough for a few other prompts to take every block.
 PREFILL_CACHE_TOKENS = 2048
@@ -66,17 +58,12 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Pair:
-    """Which engines have kvpatch, and tokens of their blocks."""
+    """Which engines have kvpatch, and tokens of P's blocks."""
 
-    name: str
+    title: str
     prefill_kvpatch: bool
     decode_kvpatch: bool
     prefill_tokens: int = 32
-
-    @property
-    def is_ours(self) -> bool:
-        """True if nothing may go wrong with it."""
-        return self.prefill_kvpatch and self.decode_kvpatch
 
 
 _RELEASE = "0.32.0"
@@ -87,26 +74,19 @@ _FAULTS = {
     "kill-p": "P killed among requests, back under its id",
     "kill-d": "D killed among requests, back under its id",
 }
-_PAIRS = {
-    "stock": "stock",
-    "d-alone": "kvpatch on D",
-    "both": "kvpatch on both",
-    "both-64-32": "kvpatch on both, blocks of 64 and 32 tokens",
+PAIRS = {
+    "stock": Pair("stock", False, False),
+    "d-alone": Pair("kvpatch on D", False, True),
+    "both": Pair("kvpatch on both", True, True),
+    "both-64-32": Pair("kvpatch on both, blocks of 64 and 32 tokens", True, True, 64),
 }
-PAIRS = (
-    Pair("stock", False, False),
-    Pair("d-alone", False, True),
-    Pair("both", True, True),
-    Pair("both-64-32", True, True, prefill_tokens=64),
-)
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Ends):
     """One scene with one pair.
 
     Attributes:
-        said: what failures said, and how often.
         again_right: of those that failed, asked again after the scene.
         counted_at_p: requests that ended with an error, by P's count; None where P was another one.
         counted_at_d: the same by D's.
@@ -115,34 +95,25 @@ class Row:
 
     pair: str
     scene: str
-    requests: int
-    right: int
-    wrong: int
-    failed_at_p: int
-    failed_at_d: int
-    broken_at_p: int
-    broken_at_d: int
-    no_answer: int
     again_right: int
     again_wrong: int
     again_failed: int
     counted_at_p: int | None
     counted_at_d: int | None
     ended: list[str]
-    said: dict[str, int]
 
 
 async def scene(
-    play: Play, pair: Pair, name: str, prompts: Sequence[Prompt], progress: Progress
+    play: Play, pair: str, name: str, prompts: Sequence[Prompt], progress: Progress
 ) -> Row:
-    """One scene and the engines' own books of it, then once more what has failed in it."""
-    task = progress.add_task(f"{pair.name}: {name}", total=len(prompts))
+    """One scene and the engines' own counts of it, then once more what has failed in it."""
+    task = progress.add_task(f"{pair}: {name}", total=len(prompts))
     told = Told(lambda: progress.advance(task))
-    p_before, d_before = await read_books(play)
+    before = await counts(play)
     await SCENES[name](play, prompts, told)
     ended = await revive(play)
-    p_now, d_now = await read_books(play)
-    if p_before.group != p_now.group and d_before.group == d_now.group:
+    at_p, at_d = map(since, before, await counts(play))
+    if at_p is None and at_d is not None:
         # D keeps the handshake with the P that was killed.
         await play.restart(play.decode)
     again = Counter[str]()
@@ -150,119 +121,94 @@ async def scene(
         again.update(outcome.kind for outcome in await asyncio.gather(*map(play.served, batch)))
     ended += await revive(play)
     return Row(
-        pair=pair.name,
+        pair=pair,
         scene=name,
-        requests=len(prompts),
-        **by_kind(told.outcomes),
         again_right=again["right"],
         again_wrong=again["wrong"],
         again_failed=again.total() - again["right"] - again["wrong"],
-        counted_at_p=since(p_before, p_now),
-        counted_at_d=since(d_before, d_now),
+        counted_at_p=at_p,
+        counted_at_d=at_d,
         ended=ended,
-        said=dict(told.said),
+        **told.ends(len(prompts)),
     )
 
 
-@dataclass(frozen=True)
-class Book:
-    """Requests that one engine has ended with an error; ``group`` says which process it was."""
-
-    group: int | None
-    failed: int
+Counted = tuple[int | None, int]
+"""The process group of one engine, and the requests that it has ended with an error."""
 
 
-async def read_books(play: Play) -> tuple[Book, Book]:
+async def counts(play: Play) -> tuple[Counted, Counted]:
+    """Returns P's count, and D's."""
     # A step's counts are in /metrics some time after its answer.
     await asyncio.sleep(1.0)
 
-    async def book(one: Engine) -> Book:
-        return Book(one.group, await count(play.client, one, ENDED, finished_reason="error"))
+    async def of(one: Engine) -> Counted:
+        return one.group, await count(play.client, one, ENDED, finished_reason="error")
 
-    return await book(play.prefill), await book(play.decode)
+    return await of(play.prefill), await of(play.decode)
 
 
-def since(before: Book, now: Book) -> int | None:
+def since(before: Counted, now: Counted) -> int | None:
     """Returns what an engine has counted since; None if another one has taken its place."""
-    return now.failed - before.failed if now.group == before.group else None
+    return now[1] - before[1] if now[0] == before[0] else None
 
 
 async def revive(play: Play) -> list[str]:
     """Starts again what has ended by itself; names it."""
-    ended = [one for one in (play.prefill, play.decode) if not is_alive(one)]
-    for one in ended:
-        await play.restart(one)
-    return [one.spec.name for one in ended]
+    ended = []
+    for one in (play.prefill, play.decode):
+        try:
+            one.require_alive()
+        except EngineFailed:
+            ended.append(one.spec.name)
+            await play.restart(one)
+    return ended
 
 
-def engine(
-    pair: Pair, side: str, model: str, block_tokens: int, cache_tokens: int, policy: str
-) -> EngineSpec:
+def engine(name: str, side: str, options: Options, policy: str) -> EngineSpec:
     """P or D; the next one in its place has its engine id and its side channel."""
-    name = f"drill-{pair.name}-{side}"
-    config = {
-        **TRANSFER_CONFIG,
-        "engine_id": name,
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-    }
-    arguments = (
-        *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
-        *("--num-gpu-blocks-override", str(cache_tokens // block_tokens)),
-        *("--kv-transfer-config", json.dumps(config)),
+    pair, name = PAIRS[name], f"drill-{name}-{side}"
+    block_tokens, cache_tokens, on = (
+        (pair.prefill_tokens, PREFILL_CACHE_TOKENS, pair.prefill_kvpatch)
+        if side == "prefill"
+        else (32, DECODE_CACHE_TOKENS, pair.decode_kvpatch)
     )
     settings = (("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(8))),)
-    on = pair.prefill_kvpatch if side == "prefill" else pair.decode_kvpatch
-    return small_engine(name, model, "float32", arguments, True, on, settings)
+    return half(
+        *(name, options, block_tokens, cache_tokens, on, settings),
+        lease_s=LEASE_S,
+        engine_id=name,
+        kv_load_failure_policy=policy,
+    )
 
 
-@dataclass(frozen=True)
-class Asking:
-    """The scenes and pairs of one run; ``requests`` are of each scene of each pair."""
-
-    pairs: Sequence[Pair]
-    scenes: Sequence[str]
-    requests: int
-    policy: str
-
-
-async def play_pair(
-    pair: Pair,
-    asking: Asking,
-    prompts: Sequence[Prompt],
-    words: Sequence[int],
+async def drill(
+    pairs: Sequence[str],
+    scenes: Sequence[str],
+    requests: int,
+    policy: str,
     options: Options,
     console: Console,
 ) -> list[Row]:
-    """All scenes of one pair, each with prompts that it has not met."""
-    specs = (
-        engine(pair, "prefill", str(options.model), pair.prefill_tokens, PREFILL_CACHE_TOKENS,
-               asking.policy),
-        engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
-    )  # fmt: skip
-    rows = []
-    async with connections() as client, running(specs, client, options, console) as engines:
-        await require_kvpatch_as_asked(client, engines)
-        prefill, decode = engines
-        play = Play(client, options, prefill, decode, words)
-        await play.introduce(prompts[:_WARM_UP], f"any fault of {pair.name}")
-        with progress_bar(console) as progress:
-            for number, name in enumerate(asking.scenes):
-                start = _WARM_UP + number * asking.requests
-                its = prompts[start : start + asking.requests]
-                rows.append(await scene(play, pair, name, its, progress))
-    return rows
-
-
-async def drill(asking: Asking, options: Options, console: Console) -> list[Row]:
-    """The single engine's answers, then pair after pair."""
-    wanted = _WARM_UP + len(asking.scenes) * asking.requests
+    """The single engine's answers, then pair after pair: all scenes, each with its own prompts."""
     words, prompts = await answers_alone(
-        "drill-single", DECODE_CACHE_TOKENS // 32, wanted, options, console
+        "drill-single",
+        DECODE_CACHE_TOKENS // 32,
+        _WARM_UP + len(scenes) * requests,
+        options,
+        console,
     )
-    rows = []
-    for pair in asking.pairs:
-        its = await play_pair(pair, asking, prompts, words, options, console)
+    rows: list[Row] = []
+    for pair in pairs:
+        specs = [engine(pair, side, options, policy) for side in ("prefill", "decode")]
+        its = []
+        async with playing(specs, words, options, console) as play:
+            await play.introduce(prompts[:_WARM_UP], f"any fault of {pair}")
+            with progress_bar(console) as progress:
+                for number, name in enumerate(scenes):
+                    start = _WARM_UP + number * requests
+                    of_scene = prompts[start : start + requests]
+                    its.append(await scene(play, pair, name, of_scene, progress))
         console.print(table(its).drawn())
         rows += its
     return rows
@@ -273,7 +219,7 @@ def table(rows: Sequence[Row]) -> Published:
     for row in rows:
         again = row.again_right + row.again_wrong + row.again_failed
         shown.append([
-            _FAULTS[row.scene], _PAIRS[row.pair], f"{row.requests:,}", str(row.right),
+            _FAULTS[row.scene], PAIRS[row.pair].title, f"{row.requests:,}", str(row.right),
             str(row.wrong), str(row.failed_at_d),
             "-" if row.counted_at_d is None else str(row.counted_at_d),
             str(row.broken_at_p + row.broken_at_d), str(row.no_answer),
@@ -287,12 +233,11 @@ def table(rows: Sequence[Row]) -> Published:
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Judges kvpatch on both sides, and that stock's pair shows the faults."""
     found = []
-    ours = {pair.name for pair in PAIRS if pair.is_ours}
     for row in rows:
         where = f"{row.pair}, {row.scene}"
         if row.pair == "stock" and row.scene == "stale":
             found.append(Goal(f"{where}: wrong answers", row.wrong, 1, is_least=True))
-        if row.pair not in ours:
+        if not (PAIRS[row.pair].prefill_kvpatch and PAIRS[row.pair].decode_kvpatch):
             continue
         found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
         found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
@@ -313,34 +258,29 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 def main() -> None:
     options = options_of(
         __doc__,
-        pairs=(None, "by commas: " + ", ".join(pair.name for pair in PAIRS)),
+        pairs=(None, "by commas: " + ", ".join(PAIRS)),
         scenes=(None, "by commas: " + ", ".join(SCENES)),
         requests=(5000, "of each pair, shared out among its scenes"),
         policy=("fail", "for loads that fail: fail or recompute"),
         work_dir=(None, "for logs and the model; kept"),
     )
     console = console_of(150)
-    importable_in_engines()
     with exit_statuses():
-        pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
-        folder = work_folder(options.work_dir, "drill", console)
-        model = str(make_tiny_llama(folder / "model"))
-        asking = Asking(
-            [pair for pair in PAIRS if pair.name in pairs],
-            scenes,
-            -(-options.requests // len(scenes)),
-            options.policy,
+        rows = until_signal(
+            drill(
+                chosen(options.pairs, list(PAIRS), "--pairs"),
+                scenes,
+                -(-options.requests // len(scenes)),
+                options.policy,
+                options_for(options.work_dir, "drill", console),
+                console,
+            )
         )
-        of_run = Options(work_dir=folder, model=model)
-        rows = until_signal(drill(asking, of_run, console))
-    published = table(rows)
-    console.print(published.drawn())
     for row in rows:
         show_said(f"{row.pair}, {row.scene}", row.said, console)
-    conclude(rows, goals(rows), options, console, published)
+    conclude(rows, goals(rows), options, console, table(rows))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     main()

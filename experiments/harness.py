@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_ROOT = Path(__file__).resolve().parents[1]
-_DATA = _ROOT / "docs" / "data"
+ROOT = Path(__file__).resolve().parents[1]
+_DATA = ROOT / "docs" / "data"
 # A script that is run as a file finds its own folder alone, and this module in it.
-if str(_ROOT) not in sys.path:
-    sys.path.insert(0, str(_ROOT))
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,15 @@ def conclude(
     console: Console,
     published: Published | None = None,
 ) -> None:
-    """Writes the rows, dataclasses, publishes their table and judges them, where it is asked to.
+    """Prints the published table; writes the rows, dataclasses, and judges them, where asked to.
 
     `python -m tests.contract --pages` brings a table onto its page.
 
     Raises:
         SystemExit: a goal is missed.
     """
+    if published is not None:
+        console.print(published.drawn())
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
     if options.note is not None and published is not None:
@@ -157,6 +160,12 @@ def work_folder(asked: str | None, name: str, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     console.print(f"logs: {folder}", highlight=False)
     return folder
+
+
+def importable_in_engines(*folders: Path) -> None:
+    """Puts the checkout first on ``PYTHONPATH``, which every engine inherits; then the folders."""
+    paths = (str(ROOT), *map(str, folders), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def show_said(where: str, said: Mapping[str, int], console: Console) -> None:

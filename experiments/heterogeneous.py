@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import OPTIONS, ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.report import all_passed, show_pairs
-from experiments.harness import options_of
+from experiments.harness import importable_in_engines, options_of
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import require_release
 

@@ -22,36 +22,29 @@ import shutil
 import subprocess
 import sys
 
-from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
 from experiments.engines.pairs import OPTIONS, choose
-from experiments.harness import options_of
-from kvpatch.core.errors import KvpatchError
+from experiments.harness import ROOT, importable_in_engines, options_of
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import require_release
 
 _STAND_INS_RELEASE = "0.32.0"
 
 
-class NotHere(KvpatchError):
-    """This machine or environment cannot run the experiment."""
-
-
 def require_here() -> None:
-    """Raise :class:`NotHere`, with what to install, where CUDA, vLLM, NIXL or kvcached is not."""
-    driver = shutil.which("nvidia-smi")
-    gpus = subprocess.run(
-        [driver, "-L"] if driver else ["false"], capture_output=True, text=True, check=False
-    )
+    """Raise :class:`EngineFailed`, with what to do, where CUDA, vLLM, NIXL or kvcached is not."""
+    driver = shutil.which("nvidia-smi") or "false"
+    gpus = subprocess.run([driver, "-L"], capture_output=True, text=True, check=False)
     if gpus.returncode or not gpus.stdout.strip():
-        raise NotHere(
+        raise EngineFailed(
             "this machine has no CUDA device (nvidia-smi finds none), and kvcached has memory on "
             "one only: run it where there is one; --on-cpu runs kvcached's own view code in host "
             "memory"
         )
     missing = [name for name in ("vllm", "nixl", "kvcached") if not importlib.util.find_spec(name)]
     if missing:
-        raise NotHere(
+        raise EngineFailed(
             f"{sys.executable} has no {', '.join(missing)}: unset KVPATCH_PYTHON, so that "
             "kvcached_equivalence.sh makes an environment, or install vLLM for CUDA, nixl, and "
             "`pip install kvcached==0.1.6 --no-build-isolation`, which needs the CUDA toolkit"
@@ -59,7 +52,7 @@ def require_here() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise NotHere(
+        raise EngineFailed(
             f"torch {torch.__version__} in {sys.executable} finds no CUDA device and nvidia-smi "
             "does: install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES"
         )

@@ -15,23 +15,25 @@ start them, and not in the raylets.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import httpx
-    from rich.console import Console
+import httpx
+from rich.console import Console
 
-    from kvpatch.tools.verify.engine import Engine, EngineSpec, Options
+from experiments.harness import console_of, importable_in_engines, options_of, work_folder
+from kvpatch.tools.verify.compare import compare, sentences
+from kvpatch.tools.verify.engine import Engine, EngineSpec, Options, small_engine
+from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
+from kvpatch.tools.verify.model import build_cases, make_tiny_llama
+from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, running, vocabulary
 
 _HERE = Path(__file__).resolve().parent
 _LEFT_BEHIND = "ray_non_carry_over_env_vars.json"
@@ -72,8 +74,6 @@ def decode_engine(
     name: str, model: str, address: str, folder: Path, left_behind: list[str], *, legacy: bool
 ) -> EngineSpec:
     """A decode engine of a cluster's, whose workers lack the variables that are left behind."""
-    from kvpatch.tools.verify.engine import small_engine
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _LEFT_BEHIND).write_text(json.dumps(left_behind))
     environment = {
@@ -102,10 +102,6 @@ async def served_identically(
     client: httpx.AsyncClient, prefill: Engine, decode: Engine, options: Options, console: Console
 ) -> bool:
     """True if a pair serves as its prefill engine does alone, with kvpatch in both workers."""
-    from kvpatch.tools.verify.compare import compare, sentences
-    from kvpatch.tools.verify.model import build_cases
-    from kvpatch.tools.verify.run import Serving, require_kvpatch_as_asked, vocabulary
-
     await require_kvpatch_as_asked(client, (prefill, decode))
     cases = build_cases(await vocabulary(client, prefill))
     pair = await Serving("pair", (prefill,), (decode,), client, options, console).observe(cases)
@@ -119,8 +115,6 @@ async def served_identically(
 
 async def computed_there(client: httpx.AsyncClient, prefill: Engine, decode: Engine) -> bool:
     """True if a scheduler whose workers lack kvpatch says so, and answers as P does alone."""
-    from kvpatch.tools.verify.handoff import Request, complete, prefill_then_decode
-
     enabled = [found["enabled"] for found in await decode.rpc(client, "kvpatch_process_status")]
     print(f"kvpatch in the workers that it was kept from: {enabled}")
     asked = Request(prefill.spec.model, tuple(range(10, 210)), "left-behind")
@@ -131,16 +125,9 @@ async def computed_there(client: httpx.AsyncClient, prefill: Engine, decode: Eng
     return bool(lines) and not any(enabled) and answer.token_ids == alone.token_ids
 
 
-async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
+async def play(work: Path, clusters: tuple[Any, Any], console: Console, *, legacy: bool) -> bool:
     """Both decode engines beside one prefill engine."""
-    import httpx
-    from rich.console import Console
-
-    from kvpatch.tools.verify.engine import Options, small_engine
-    from kvpatch.tools.verify.model import make_tiny_llama
-    from kvpatch.tools.verify.run import running
-
-    model, console = str(make_tiny_llama(work / "model")), Console()
+    model = str(make_tiny_llama(work / "model"))
     options = Options(work_dir=work, max_tokens=8, startup_timeout=900.0)
     (first, second), kept = clusters, ["ENABLE_KVPATCH"]
     specs = (
@@ -164,30 +151,27 @@ async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
 
 def main() -> int:
     """Returns 0 when both are as they must be, 2 where Ray is not installed."""
-    options = argparse.ArgumentParser(
-        prog="ray_cluster.sh", description=(__doc__ or "").splitlines()[0]
+    options = options_of(
+        __doc__,
+        judged=False,
+        work_dir=(None, "for logs and the model; kept"),
+        legacy=(
+            False,
+            "vLLM's first Ray executor, which copies the variables that it knows, and kvpatch's by "
+            "kvpatch; its second one, the default of 0.32, copies all",
+        ),
     )
-    options.add_argument("--work-dir", type=Path)
-    options.add_argument(
-        "--legacy",
-        action="store_true",
-        help="vLLM's first Ray executor, which copies the variables that it knows, and kvpatch's "
-        "by kvpatch; its second one, the default of 0.32, copies all",
-    )
-    chosen = options.parse_args()
     if importlib.util.find_spec("ray") is None:
         print("Ray is not installed here: run experiments/ray_cluster.sh")
         return 2
-    work = chosen.work_dir or Path(tempfile.mkdtemp(prefix="ray-cluster-"))
-    work.mkdir(parents=True, exist_ok=True)
-    print(f"logs: {work}")
-    paths = [str(_HERE / "ray_on_cpu"), os.environ.get("PYTHONPATH", "")]
+    console = console_of(160)
+    work = work_folder(options.work_dir, "ray", console)
     # Before the raylets start: their workers import the platform too, and have no kvpatch yet.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    importable_in_engines(_HERE / "ray_on_cpu")
     os.environ.pop("ENABLE_KVPATCH", None)
     os.environ.update(_ENVIRONMENT)
     with cluster() as first, cluster() as second:
-        return 0 if asyncio.run(play(work, (first, second), legacy=chosen.legacy)) else 1
+        return 0 if asyncio.run(play(work, (first, second), console, legacy=options.legacy)) else 1
 
 
 if __name__ == "__main__":

@@ -13,4 +13,4 @@ if ! "$python" -c "import ray" 2>/dev/null; then
     echo "ray cluster: installing ray" >&2
     "$python" -m pip install --quiet --disable-pip-version-check ray >&2
 fi
-exec "$python" "$here/ray_cluster.py" "$@"
+PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$here/ray_cluster.py" "$@"

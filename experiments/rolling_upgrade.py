@@ -18,19 +18,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
 
-from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
 from experiments.engines.releases import python_of
-from experiments.engines.routed import TOGETHER, Play, Prompt, answers_alone, by_kind, connections
+from experiments.engines.routed import (
+    KINDS,
+    TOGETHER,
+    Ends,
+    Play,
+    Prompt,
+    Told,
+    answers_alone,
+    half,
+    options_for,
+    playing,
+)
 from experiments.harness import (
     Goal,
     chosen,
@@ -39,12 +46,10 @@ from experiments.harness import (
     options_of,
     show_said,
     table_of,
-    work_folder,
 )
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, Options, small_engine
-from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, until_signal
+from kvpatch.tools.verify.engine import Engine, EngineSpec, Options
+from kvpatch.tools.verify.run import progress_bar, until_signal
 
 READS = "vllm:nixl_xfer_time_seconds_count"
 """D's own count of transfers that succeeded."""
@@ -64,7 +69,7 @@ WAYS = ("beside", "killed")
 
 
 @dataclass(frozen=True)
-class Phase:
+class Phase(Ends):
     """Counts of the requests that ended between two events of one run.
 
     Attributes:
@@ -79,35 +84,7 @@ class Phase:
     order: str
     way: str
     between: str
-    requests: int
-    right: int
-    wrong: int
-    failed_at_p: int
-    failed_at_d: int
-    broken_at_p: int
-    broken_at_d: int
-    no_answer: int
-    said: dict[str, int]
     reads: int | None = None
-
-
-@dataclass
-class Books:
-    """Requests by the phase in which they ended."""
-
-    phase: str = ""
-    ended: dict[str, Counter[str]] = field(default_factory=dict)
-    said: dict[str, Counter[str]] = field(default_factory=dict)
-
-    def begin(self, phase: str) -> None:
-        """From now on requests are of this phase."""
-        self.phase = phase
-        self.ended[phase], self.said[phase] = Counter(), Counter()
-
-    @property
-    def answered(self) -> int:
-        """Requests of the present phase whose end is known."""
-        return self.ended[self.phase].total()
 
 
 @dataclass(frozen=True)
@@ -119,7 +96,7 @@ class Run:
     order: str
     way: str
     has_kvpatch: bool
-    model: str
+    options: Options
 
     @property
     def engines(self) -> str:
@@ -128,47 +105,44 @@ class Run:
     def spec(self, side: str, release: str) -> EngineSpec:
         on = self.has_kvpatch and side == "D"
         name = f"{self.order[0]}-{self.way}-{'kvpatch' if self.has_kvpatch else 'stock'}"
-        extra = {"kv_lease_duration": _LEASE_S}
-        config = {**TRANSFER_CONFIG, "kv_connector_extra_config": extra}
-        arguments = (
-            *("--block-size", "32", "--max-num-seqs", "16"),
-            *("--num-gpu-blocks-override", "1024"),
-            *("--kv-transfer-config", json.dumps(config)),
-        )
         accepted = (("KVPATCH_ACCEPT", "vllm_version"),) if on else ()
-        spec = small_engine(
-            f"{name}-{side}-{release}", self.model, "float32", arguments, True, on, accepted
+        spec = half(
+            f"{name}-{side}-{release}", self.options, 32, 32768, on, accepted, lease_s=_LEASE_S
         )
         return replace(spec, python=python_of(release))
 
 
 @dataclass
 class Fleet:
-    """The engines of a run, of which one after the other is replaced under way."""
+    """The engines of a run, of which one after the other is replaced under way.
+
+    Attributes:
+        phases: the requests of each, by the phase in which they ended; the last one is going on.
+    """
 
     run: Run
     play: Play
-    books: Books
     prompts: Iterator[Prompt]
     each: int
+    phases: dict[str, Told] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
     reads: int = 0
     _stops: bool = False
     _is_up: asyncio.Event = field(default_factory=asyncio.Event)
     _starts: bool = False
-    _under_way: set[int] = field(default_factory=set)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _under_way: set[object] = field(default_factory=set)
 
     async def upgrade(self) -> None:
         """All phases, beside the clients."""
         self._is_up.set()
-        self.books.begin(self._between())
+        self._begin()
         clients = [asyncio.create_task(self._client()) for _ in range(TOGETHER)]
         try:
             await self._until_answered(clients)
             for side in self.run.order[0], "D" if self.run.order[0] == "P" else "P":
-                self.books.begin(f"{side} is replaced, {self._between()}")
+                self._begin(f"{side} is replaced, ")
                 await self._replace(side)
-                self.books.begin(self._between())
+                self._begin()
                 await self._until_answered(clients)
             self._stops = True
             await asyncio.gather(*clients)
@@ -177,13 +151,14 @@ class Fleet:
                 client.cancel()
         self.reads += await self._reads_of(self.play.decode)
 
-    def _between(self) -> str:
-        return " → ".join(
-            one.spec.name.rpartition("-")[2] for one in (self.play.prefill, self.play.decode)
-        )
+    def _begin(self, event: str = "") -> None:
+        """From now on requests are of another phase."""
+        pair = self.play.prefill, self.play.decode
+        releases = (one.spec.name.rpartition("-")[2] for one in pair)
+        self.told = self.phases[event + " → ".join(releases)] = Told()
 
     async def _until_answered(self, clients: Sequence[asyncio.Task[None]]) -> None:
-        while self.books.answered < self.each:
+        while self.told.outcomes.total() < self.each:
             for client in clients:
                 if client.done():
                     client.result()  # what it failed with
@@ -192,14 +167,11 @@ class Fleet:
     async def _client(self) -> None:
         while not self._stops:
             await self._is_up.wait()
-            number = next(self._numbers)
-            self._under_way.add(number)
+            request = object()
+            self._under_way.add(request)
             outcome = await self.play.served(next(self.prompts))
-            self._under_way.remove(number)
-            phase = self.books.phase  # a killed engine's requests end with it
-            self.books.ended[phase][outcome.kind] += 1
-            if outcome.kind not in ("right", "wrong"):
-                self.books.said[phase][f"{outcome.kind}: {outcome.said}"] += 1
+            self._under_way.remove(request)
+            self.told(outcome)  # of the phase that goes on: a killed engine's requests end with it
             await asyncio.sleep(_PAUSE_S if self._starts else 0.0)
 
     async def _replace(self, side: str) -> None:
@@ -226,59 +198,38 @@ class Fleet:
             self.play.decode = made
         self._is_up.set()
         if self.run.way == "beside":
-            await self._drained()
+            begun = set(self._under_way)  # what may have gone to the old engine
+            while begun & self._under_way:
+                await asyncio.sleep(0.1)
             self.reads += await self._reads_of(old) if side == "D" else 0
             await asyncio.to_thread(old.stop)
-
-    async def _drained(self) -> None:
-        """Until what may have gone to the old engine is over."""
-        begun = set(self._under_way)
-        while begun & self._under_way:
-            await asyncio.sleep(0.1)
 
     async def _reads_of(self, engine: Engine) -> int:
         await asyncio.sleep(1.0)  # a step's counts are in /metrics some time after its answer
         return await count(self.play.client, engine, READS)
 
 
-def phases(fleet: Fleet) -> list[Phase]:
-    run, books = fleet.run, fleet.books
-    rows = [
-        Phase(
-            *(run.engines, run.old, run.new, run.order, run.way, name, sent.total()),
-            **by_kind(sent),
-            said=dict(books.said[name]),
-        )
-        for name, sent in books.ended.items()
-    ]
-    return [*rows[:-1], replace(rows[-1], reads=fleet.reads)]
-
-
 async def play_run(
-    run: Run,
-    prompts: Sequence[Prompt],
-    each: int,
-    words: Sequence[int],
-    options: Options,
-    console: Console,
+    run: Run, prompts: Sequence[Prompt], each: int, words: Sequence[int], console: Console
 ) -> list[Phase]:
     """One upgrade, from engines of the old release to ones of the new."""
     specs = (run.spec("P", run.old), run.spec("D", run.old))
-    async with connections() as client, running(specs, client, options, console) as engines:
-        await require_kvpatch_as_asked(client, engines)
-        play = Play(client, options, *engines, words)
+    async with playing(specs, words, run.options, console) as play:
         await play.introduce(prompts[:_WARM_UP], "any upgrade")
-        fleet = Fleet(run, play, Books(), itertools.cycle(prompts[_WARM_UP:]), each)
-        try:
-            with progress_bar(console) as progress:
-                title = f"{run.engines}, {run.order}, {run.way}: {run.old} → {run.new}"
-                task = progress.add_task(title, total=None)
-                await fleet.upgrade()
-                progress.update(task, total=1, completed=1)
-        finally:
-            for made in (play.prefill, play.decode):
-                made.stop()
-        return phases(fleet)
+        fleet = Fleet(run, play, itertools.cycle(prompts[_WARM_UP:]), each)
+        with progress_bar(console) as progress:
+            title = f"{run.engines}, {run.order}, {run.way}: {run.old} → {run.new}"
+            task = progress.add_task(title, total=None)
+            await fleet.upgrade()
+            progress.update(task, total=1, completed=1)
+    rows = [
+        Phase(
+            *(run.engines, run.old, run.new, run.order, run.way, name),
+            **told.ends(told.outcomes.total()),
+        )
+        for name, told in fleet.phases.items()
+    ]
+    return [*rows[:-1], replace(rows[-1], reads=fleet.reads)]
 
 
 async def upgrades(
@@ -288,26 +239,22 @@ async def upgrades(
     words, found = await answers_alone("upgrade-single", 512, _POOL, options, console)
     rows = []
     for run in runs:
-        its = await play_run(run, found, each, words, options, console)
+        its = await play_run(run, found, each, words, console)
         console.print(table(its))
         rows += its
     return rows
 
 
 def table(rows: Sequence[Phase]) -> Table:
-    shown = table_of("requests by the engines there when they ended; wrong: with HTTP 200", (
-        "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
-        "failed at D", "broken at P", "broken at D", "no answer", "reads",
-    ), (), texts=5)  # fmt: skip
-    for row in rows:
-        counts = (row.requests, row.right, row.wrong, row.failed_at_p, row.failed_at_d)
-        rest = (row.broken_at_p, row.broken_at_d, row.no_answer)
-        shown.add_row(
-            *(row.engines, f"{row.old} → {row.new}", row.order, row.way, row.between),
-            *map(str, (*counts, *rest)),
-            "" if row.reads is None else str(row.reads),
-        )
-    return shown
+    title = "requests by the engines there when they ended; wrong: with HTTP 200"
+    columns = ("engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong",
+               "failed at P", "failed at D", "broken at P", "broken at D", "no answer",
+               "reads")  # fmt: skip
+    return table_of(title, columns, (
+        (row.engines, f"{row.old} → {row.new}", row.order, row.way, row.between, str(row.requests),
+         *(str(getattr(row, kind)) for kind in KINDS), "" if row.reads is None else str(row.reads))
+        for row in rows
+    ), texts=5)  # fmt: skip
 
 
 def goals(rows: Sequence[Phase]) -> list[Goal]:
@@ -349,22 +296,19 @@ def main() -> None:
         work_dir=(None, "for logs and the model; kept"),
     )
     console = console_of(160)
-    importable_in_engines()
     with exit_statuses():
         orders = chosen(options.orders, ORDERS, "--orders")
         ways = chosen(options.ways, WAYS, "--ways")
         for release in (options.old, options.new):
             python_of(release)  # minutes where its environment is missing
-        folder = work_folder(options.work_dir, "upgrade", console)
-        model = str(make_tiny_llama(folder / "model"))
+        of_run = options_for(options.work_dir, "upgrade", console)
         runs = [
-            Run(options.old, options.new, order, way, True, model)
+            Run(options.old, options.new, order, way, True, of_run)
             for order in orders
             for way in ways
         ]
         if options.stock:
-            runs.append(Run(options.old, options.new, orders[0], ways[0], False, model))
-        of_run = Options(work_dir=folder, model=model)
+            runs.append(Run(options.old, options.new, orders[0], ways[0], False, of_run))
         rows = until_signal(upgrades(runs, options.requests, of_run, console))
     console.print(table(rows))
     for row in rows:
@@ -374,5 +318,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     main()

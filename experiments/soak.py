@@ -4,18 +4,14 @@ P and D have blocks of 64 and 32 tokens, and host buffers with room for about fo
 clients give up while P computes, after P's answer, or while D answers. In the middle P is killed,
 another P takes its place, and what was under way is asked again.
 
-At the end a prompt needs every host block of P: it is served only if none is left allotted. Then it
-is sent once more beside host blocks that were left to a lease, and has to wait for them. The last
-line of P's log about host blocks must say that none is in use.
+The last line of P's log about host blocks must say that none is in use, after others that say that
+some are. D's metrics must say that nothing is taken of its staging pool.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import json
-import os
 import random
 import re
 import sys
@@ -23,20 +19,26 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.engines.checkout import importable_in_engines
-from experiments.engines.pairs import LAB_PROBE
-from experiments.engines.routed import Outcome, Play, Prompt, answers_alone, connections
-from experiments.engines.run import forget_prefixes
-from experiments.harness import console_of, options_of, work_folder
-from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
+from experiments.engines.faults import count
+from experiments.engines.routed import (
+    Outcome,
+    Play,
+    Prompt,
+    answers_alone,
+    half,
+    options_for,
+    playing,
+)
+from experiments.harness import console_of, options_of
+from kvpatch.observe.catalogue import POOL_BYTES, POOL_USED_BYTES
 from kvpatch.tools.cli import exit_statuses
-from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, Options, small_engine
-from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.run import require_kvpatch_as_asked, running, until_signal
+from kvpatch.tools.verify.engine import Engine, EngineSpec, Options
+from kvpatch.tools.verify.run import until_signal
 
 LEASE_S = 15
 STAGING_S = 150
@@ -44,12 +46,13 @@ STAGING_S = 150
 HOST_BLOCK_BYTES = 64 * 4 * 2 * 4 * 32 * 4
 #: The null block's, and as many as the longest prompt of the model needs.
 HOST_BLOCKS = 1 + 16
-WHOLE_TOKENS = 1000
-#: Of such prompts the single engine has a clear answer to one.
-WHOLE_TRIES = 8
 CACHE_TOKENS = 16384
 LONGEST = 260
 TRIES = 4
+#: All that P's log says of host blocks in use: reserved, filled, and waiting requests.
+HOST_BLOCKS_SAID = re.compile(
+    r"host buffer: (\d+) of \d+ blocks reserved, (\d+) of them filled; (\d+) requests wait"
+)
 SAMPLE_S = 10
 #: Engines grow a little whatever runs in them; host blocks left behind each time would be far more.
 GROWTH_BYTES = 64 * 1024**2
@@ -64,41 +67,26 @@ class Sample:
     decode_bytes: int
 
 
-def engine(name: str, model: str, block_tokens: int) -> EngineSpec:
+def engine(name: str, options: Options, block_tokens: int) -> EngineSpec:
     """P or D, with a cache that the soak fills many times over."""
-    config = {**TRANSFER_CONFIG, "kv_connector_extra_config": {"kv_lease_duration": LEASE_S}}
-    arguments = (
-        *LAB_PROBE,
-        *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
-        *("--num-gpu-blocks-override", str(CACHE_TOKENS // block_tokens)),
-        *("--kv-transfer-config", json.dumps(config)),
-    )
     settings = (
         ("KVPATCH_HOST_BUFFER", "always"),
         ("KVPATCH_HOST_BUFFER_BYTES", str(HOST_BLOCKS * HOST_BLOCK_BYTES)),
-        # Glibc keeps what threads free, and oneDNN what it has made for each length of a prompt
-        # (1,024 of them, some 0.4 MiB each): neither is growth of ours.
-        ("MALLOC_ARENA_MAX", "2"),
+        # oneDNN keeps what it has made for each length of a prompt (1,024 of them, some 0.4 MiB
+        # each): no growth of ours.
         ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8"),
     )
-    return small_engine(name, model, "float32", arguments, True, True, settings)
+    return half(name, options, block_tokens, CACHE_TOKENS, True, settings, lease_s=LEASE_S)
 
 
-class Drawn:
-    """Draws prompts: a few that need every host block, then others, some with a shared prefix."""
-
-    def __init__(self) -> None:
-        self._whole = itertools.count()
-        self._prefixes: list[tuple[int, ...]] = []
-
-    def __call__(self, chance: random.Random, words: list[int]) -> tuple[int, ...]:
-        if next(self._whole) < WHOLE_TRIES:
-            return tuple(chance.choices(words, k=WHOLE_TOKENS))
-        if not self._prefixes:
-            lengths = (chance.randint(32, 130) for _ in range(40))
-            self._prefixes = [tuple(chance.choices(words, k=length)) for length in lengths]
-        begin = chance.choice(self._prefixes) if chance.random() < 0.2 else ()
-        return (*begin, *chance.choices(words, k=chance.randint(2, LONGEST - len(begin))))
+def draw(
+    chance: random.Random, words: list[int], prefixes: list[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Draws a prompt; some share one of the prefixes, which are drawn first."""
+    while len(prefixes) < 40:
+        prefixes.append(tuple(chance.choices(words, k=chance.randint(32, 130))))
+    begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
+    return (*begin, *chance.choices(words, k=chance.randint(2, LONGEST - len(begin))))
 
 
 @dataclass
@@ -106,7 +94,6 @@ class Soak:
     """The pair, and all requests through it.
 
     Attributes:
-        whole: the prompt that needs every host block of P.
         ends: how many requests ended how.
         failures: the wrong answers too.
     """
@@ -114,7 +101,6 @@ class Soak:
     play: Play
     console: Console
     prompts: list[Prompt]
-    whole: Prompt
     ends: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     memory: list[Sample] = field(default_factory=list)
@@ -143,20 +129,19 @@ class Soak:
                 await self._is_up.wait()
                 await self.serve(number, prompt, chance)
 
+        async def keep_sampling() -> None:
+            while True:
+                await asyncio.sleep(SAMPLE_S)
+                if self._is_up.is_set():
+                    self.sample()
+
         self.sample()
-        sampling = asyncio.create_task(self.keep_sampling())
+        sampling = asyncio.create_task(keep_sampling())
         try:
             await asyncio.gather(*(connection() for _ in range(together)))
         finally:
             sampling.cancel()
         self.sample()
-
-    async def keep_sampling(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            await asyncio.sleep(SAMPLE_S)
-            if self._is_up.is_set():
-                self.sample()
 
     async def restart(self) -> None:
         """Kills P whatever it is doing, and starts another in its place."""
@@ -175,7 +160,7 @@ class Soak:
             self.under_way += 1
             end = await self.ask(prompt, how, patience)
             self.under_way -= 1
-            is_failed = isinstance(end, Outcome) and end.kind not in ("right", "wrong")
+            is_failed = isinstance(end, Outcome) and not end.is_answered
             if is_failed and self.restarts > restarts and attempt + 1 < TRIES:
                 self.ends["asked again because P restarted"] += 1
                 await self._is_up.wait()
@@ -198,7 +183,7 @@ class Soak:
             found = await asyncio.wait_for(self.play.through(prompt), patience)
         except asyncio.TimeoutError:
             return "given up at once" if how < 0.08 else "given up later"
-        return "answered before the client gave up" if found.kind in ("right", "wrong") else found
+        return "answered before the client gave up" if found.is_answered else found
 
     def sample(self) -> None:
         """How much memory both engines take now, with what has become of requests."""
@@ -212,53 +197,32 @@ class Soak:
             soft_wrap=True,
         )
 
-    async def seconds_for_all_host_blocks(self) -> float:
-        """How long the prompt that needs every host block takes.
-
-        Raises:
-            RequestFailed: it is answered wrongly, or not before all leases must have ended.
-        """
-        started = time.monotonic()
-        try:
-            found = await asyncio.wait_for(self.play.through(self.whole), 4 * LEASE_S)
-        except asyncio.TimeoutError:
-            found = Outcome(self.whole, "no_answer")
-        if found.kind != "right":
-            raise RequestFailed(
-                f"a prompt that needs every host block: {found.kind} {found.said}", LOOK_INTO_LOG
-            )
-        for side in (self.play.prefill, self.play.decode):
-            await forget_prefixes(side, self.play.client)
-        return time.monotonic() - started
-
-    async def end(self) -> tuple[float, float]:
-        """Seconds for all host blocks when nothing holds one, and beside some that are left."""
-        await self.seconds_for_all_host_blocks()  # waits for the leases of the clients that left
-        alone = await self.seconds_for_all_host_blocks()
-        await self.play.at_p(self.prompts[0], f"kvpatch{uuid.uuid4().hex}")
-        return alone, await self.seconds_for_all_host_blocks()
-
     async def host_blocks_left(self) -> tuple[int, ...] | None:
         """Returns what P's log says last of them, after steps in which P can give them back."""
         end = time.monotonic() + 2 * LEASE_S
         while True:
-            said = host_blocks_said(self.play.prefill.log.read_text(errors="replace"))
+            log = self.play.prefill.log.read_text(errors="replace")
+            said = [tuple(map(int, found)) for found in HOST_BLOCKS_SAID.findall(log)]
             if (said and not any(said[-1])) or time.monotonic() > end:
                 return said[-1] if any(any(line) for line in said) else None
             await self.play.others()
             await asyncio.sleep(0.5)
 
-    async def staging_bytes(self) -> int:
-        """Returns the bytes that stay taken of D's staging pool.
+    async def staging_bytes(self) -> int | None:
+        """Returns the bytes that stay taken of D's staging pool, by its metrics; None without one.
 
         Reads from a P that was killed may still write to theirs, and keep it for two minutes.
         """
-        decode, end = self.play.decode, time.monotonic() + STAGING_S
+        end = time.monotonic() + STAGING_S
         while True:
-            held = (await decode.rpc(self.play.client, "kvpatch_held"))[0]
-            if not held["staging_bytes"] or time.monotonic() > end:
-                return int(held["staging_bytes"])
+            await self.play.served(self.prompts[0])
             await asyncio.sleep(2)
+            pool, taken = [
+                await count(self.play.client, self.play.decode, gauge.shown_name)
+                for gauge in (POOL_BYTES, POOL_USED_BYTES)
+            ]
+            if (pool and not taken) or time.monotonic() > end:
+                return taken if pool else None
 
     def growth(self) -> tuple[int, int]:
         """Returns the growth of P and D in the second half after the last restart.
@@ -268,16 +232,6 @@ class Soak:
         since = [one for one in self.memory if one.restarts == self.memory[-1].restarts]
         start, last = since[len(since) // 2], since[-1]
         return last.prefill_bytes - start.prefill_bytes, last.decode_bytes - start.decode_bytes
-
-
-_SAID = re.compile(
-    r"host buffer: (\d+) of \d+ blocks reserved, (\d+) of them filled; (\d+) requests wait"
-)
-
-
-def host_blocks_said(log: str) -> list[tuple[int, ...]]:
-    """All that a log says of host blocks in use: reserved, filled, and waiting requests."""
-    return [tuple(map(int, found)) for found in _SAID.findall(log)]
 
 
 def resident(one: Engine) -> int:
@@ -300,22 +254,22 @@ def mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:.0f} MiB"
 
 
-async def soak(options: argparse.Namespace, console: Console) -> bool:
+async def soak(asked: argparse.Namespace, console: Console) -> bool:
     """Plays the soak; true if all went well."""
-    folder = work_folder(options.work_dir, "soak", console)
-    model = str(make_tiny_llama(folder / "model"))
-    of_run = Options(work_dir=folder, model=model)
-    words, known = await answers_alone(
-        "soak-single", CACHE_TOKENS // 32, options.requests + WHOLE_TRIES, of_run, console, Drawn()
+    options = options_for(asked.work_dir, "soak", console)
+    words, prompts = await answers_alone(
+        "soak-single",
+        CACHE_TOKENS // 32,
+        asked.requests,
+        options,
+        console,
+        partial(draw, prefixes=[]),
     )
-    whole = next(one for one in known if len(one.token_ids) == WHOLE_TOKENS)
-    prompts = [one for one in known if len(one.token_ids) < WHOLE_TOKENS][: options.requests]
-    pair = (engine("soak-prefill", model, 64), engine("soak-decode", model, 32))
-    async with connections() as client, running(pair, client, of_run, console) as engines:
-        await require_kvpatch_as_asked(client, engines)
-        run = Soak(Play(client, of_run, *engines, words), console, prompts, whole)
-        await run.run(options.connections, options.seconds)
-        for line in (*(f"{end}: {count}" for end, count in run.ends.items()), *run.failures[:20]):
+    pair = (engine("soak-prefill", options, 64), engine("soak-decode", options, 32))
+    async with playing(pair, words, options, console) as play:
+        run = Soak(play, console, prompts)
+        await run.run(asked.connections, asked.seconds)
+        for line in (*(f"{end}: {times}" for end, times in run.ends.items()), *run.failures[:20]):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return await verdict(run)
 
@@ -324,12 +278,9 @@ async def verdict(run: Soak) -> bool:
     """True if every answer was right and nothing is left; shows growth beside it."""
     grown, console = run.growth(), run.console
     console.print(f"growth since the middle: P {mib(grown[0])}, D {mib(grown[1])}")
-    alone, beside = await run.end()
-    left = await run.host_blocks_left()
-    staging = await run.staging_bytes()
+    left, staging = await run.host_blocks_left(), await run.staging_bytes()
     console.print(
-        f"a prompt that needs every host block: {alone:.1f} s, and {beside:.1f} s beside some that "
-        f"were left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}; "
+        f"staging bytes taken at D: {staging}; "
         f"host blocks at P, reserved, filled and waited for: {left}",
         highlight=False,
         soft_wrap=True,
@@ -338,8 +289,7 @@ async def verdict(run: Soak) -> bool:
         not run.failures
         and run.ends["right"] > run.sent // 2
         and run.restarts == 1
-        and beside > max(LEASE_S / 2, 2 * alone)
-        and not staging
+        and staging == 0
         and left is not None
         and not any(left)
         and all(size <= GROWTH_BYTES for size in grown)
@@ -356,7 +306,6 @@ def main() -> None:
         work_dir=(None, "for logs and the model; kept"),
     )
     console = console_of(132)
-    importable_in_engines()
     with exit_statuses():
         passed = until_signal(soak(options, console))
     console.print("passed" if passed else "FAILED")
@@ -364,5 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     main()

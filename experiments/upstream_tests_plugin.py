@@ -39,14 +39,14 @@ class BrokenOnPurpose(Exception):
 
 def _break_kvpatch() -> None:
     """Makes every registration of a KV cache that goes through kvpatch's wrapper fail."""
-    from kvpatch.kvcached import pools as block_counts
+    from kvpatch.kvcached import pools
 
     def read_layers(*_: Any, **__: Any) -> Any:
         raise BrokenOnPurpose("the negative control broke kvpatch")
 
-    if not hasattr(block_counts, "read_layers"):
-        raise pytest.UsageError("the negative control finds no read_layers in block_counts")
-    block_counts.read_layers = read_layers
+    if not hasattr(pools, "read_layers"):
+        raise pytest.UsageError("the negative control finds no read_layers in pools")
+    pools.read_layers = read_layers
 
 
 class _Recorder:
@@ -76,9 +76,8 @@ class _Recorder:
         elif report.when == "call":
             self._results[test] = "xpassed" if hasattr(report, "wasxfail") else "passed"
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self) -> None:
         record = {
-            "exit_status": int(exitstatus),
             "results": self._results,
             "reasons": self._reasons,
             "kvpatch": kvpatch.status().as_dict(),

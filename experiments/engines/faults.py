@@ -1,4 +1,4 @@
-"""Holds engines up, kills them, starts them again, and reads their counts."""
+"""Holds engines up, kills them, and reads their counts."""
 
 from __future__ import annotations
 
@@ -31,31 +31,11 @@ def held(engine: Engine) -> Iterator[None]:
             _signal(engine, signal.SIGCONT)
 
 
-async def kill_and_restart(engine: Engine, client: httpx.AsyncClient, timeout_s: float) -> None:
-    """kill -9 of all of an engine's processes, and one of the same arguments in its place.
-
-    The log of the one that was killed is kept beside the new one's.
-    """
-    await kill(engine)
-    killed = len(list(engine.log.parent.glob(f"{engine.log.stem}.killed-*.log")))
-    engine.log.rename(engine.log.with_name(f"{engine.log.stem}.killed-{killed}.log"))
-    engine.start()
-    await engine.ready(client, timeout_s)
-
-
 async def kill(engine: Engine) -> None:
     """kill -9 of all of an engine's processes."""
     with suppress(EngineFailed):  # it has ended by itself
         _signal(engine, signal.SIGKILL)
     await asyncio.to_thread(engine.stop)  # reaps it
-
-
-def is_alive(engine: Engine) -> bool:
-    try:
-        engine.require_alive()
-    except EngineFailed:
-        return False
-    return True
 
 
 async def count(client: httpx.AsyncClient, engine: Engine, name: str, **labels: str) -> int:

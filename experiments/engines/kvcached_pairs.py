@@ -6,6 +6,7 @@ Everything but :func:`require_layouts` is pure.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,18 +89,11 @@ def _layout_of_rank(layers: Sequence[dict[str, Any]]) -> Kvcached | None:
     places = {layer["storage_address"] for layer in apart}
     if len(places) == len(apart) > 1:
         return "split-half"
-    strides = {plane["strides_bytes"][0] for layer in apart for plane in layer["planes"]}
-    row_bytes = sum(_block_bytes(layer) for layer in apart)
+    planes = [plane for layer in apart for plane in layer["planes"]]
+    strides = {plane["strides_bytes"][0] for plane in planes}
+    # Of one block: all that the counts behind the first, the blocks', make.
+    row_bytes = sum(math.prod(plane["counts"][1:]) * plane["item_bytes"] for plane in planes)
     return "contiguous" if len(places) == 1 and strides == {row_bytes} else None
-
-
-def _block_bytes(layer: dict[str, Any]) -> int:
-    """Returns the bytes of one block of a layer, in all its planes."""
-    total = 0
-    for plane in layer["planes"]:
-        _, heads, tokens, channels = plane["counts"]
-        total += heads * tokens * channels * plane["item_bytes"]
-    return total
 
 
 async def require_layouts(

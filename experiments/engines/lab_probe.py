@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvpatch.load.reader import Reader
 from kvpatch.tools.verify.probe import CacheProbe, ProbedLayer, layer_caches
-
-if TYPE_CHECKING:
-    from kvpatch.worker.state import WorkerState
 
 
 class LabProbe(CacheProbe):
@@ -17,27 +13,6 @@ class LabProbe(CacheProbe):
     def kvpatch_layout(self) -> list[dict[str, Any]]:
         """Shape, strides, place and planes of every layer's cache."""
         return [describe(layer) for layer in layer_caches(self)]
-
-    def kvpatch_held(self) -> dict[str, int]:
-        """Returns what kvpatch holds for requests in this process: all 0 once they are over.
-
-        Blocks of host buffers are the scheduler's, which says so in its log.
-        """
-        readers = [state.held(Reader) for state in _states()]
-        made = [reader.heterogeneous for reader in readers if reader]
-        return {"staging_bytes": sum(reads.pool.taken_bytes for reads in made if reads)}
-
-
-def _states() -> list[WorkerState]:
-    """Returns the states of this process's connectors."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    from kvpatch.worker.state import worker_state
-
-    group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    connectors = getattr(group, "_connectors", None) or (group,)
-    workers = [getattr(connector, "connector_worker", None) for connector in connectors]
-    return [worker_state(worker) for worker in workers if worker is not None]
 
 
 def describe(layer: ProbedLayer) -> dict[str, Any]:

@@ -24,25 +24,14 @@ TILED_DTYPE = "bfloat16"
 CUDA_DTYPE = "bfloat16"
 """FlashAttention takes no float32."""
 
-LAB_PROBE = ("--worker-extension-cls", "experiments.engines.lab_probe.LabProbe")
-"""Arguments of an engine of which more is asked than ``kvpatch verify`` does."""
+_CUDA = ("--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.2")
+"""FlashAttention on every CUDA device, and room for four engines on one."""
 
-_CUDA = (
-    *LAB_PROBE,
-    *("--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.2"),
-    *("--kv-transfer-config", json.dumps({**TRANSFER_CONFIG, "kv_buffer_device": "cuda"})),
-)
-"""FlashAttention on every CUDA device, and room for four engines on one; connectors read it."""
+_CUDA_BUFFER = {**TRANSFER_CONFIG, "kv_buffer_device": "cuda"}
+"""Connectors read it."""
 
 Kvcached = Literal["contiguous", "split-half"]
 """Which of kvcached's layouts an engine has."""
-
-_TORCH_ATTENTION = ("--worker-extension-cls", "experiments.engines.torch_attention.TorchCacheProbe")
-_VECTOR_KERNELS = (
-    "--worker-extension-cls",
-    "experiments.engines.vector_kernels.VectorKernelsProbe",
-)
-_ROWS_IN_TORCH = ("--worker-extension-cls", "experiments.engines.rows_in_torch.RowsProbe")
 
 
 @dataclass(frozen=True)
@@ -66,20 +55,16 @@ class Side:
     vectors: bool = False
 
     def __str__(self) -> str:
-        parts = [str(self.block_tokens)]
-        if self.ranks > 1:
-            parts.append(f"TP{self.ranks}")
-        if self.layout:
-            parts.append(self.layout)
-        if self.kvcached:
-            parts.append(self.kvcached)
-        if self.release:
-            parts.append(f"on vLLM {self.release}")
-        if self.rows:
-            parts.append("in rows")
-        if self.vectors:
-            parts.append("without AMX")
-        return " ".join(parts)
+        parts = (
+            str(self.block_tokens),
+            f"TP{self.ranks}" if self.ranks > 1 else "",
+            self.layout,
+            self.kvcached,
+            f"on vLLM {self.release}" if self.release else "",
+            "in rows" if self.rows else "",
+            "without AMX" if self.vectors else "",
+        )
+        return " ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -247,7 +232,7 @@ def single_setup(single: Single, model: str) -> Setup:
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
     side = single.like or Side(64 if single.has_state else 32)
     name += "" if single.like is None else f"-{single.dtype}-{str(side).replace(' ', '-')}"
-    return Setup("single", (_engine(name, single, side, model, connector=False),))
+    return Setup("single", (engine_of(name, single, side, model, connector=False),))
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
@@ -265,7 +250,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
         }
     )
     prefill = tuple(
-        _engine(
+        engine_of(
             f"{row.name}-prefill-{number}",
             row.single,
             side,
@@ -275,8 +260,8 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
         )
         for number, side in enumerate(row.prefill)
     )
-    stock = _engine(f"{row.name}-decode-stock", row.single, row.decode, model)
-    patched = _engine(
+    stock = engine_of(f"{row.name}-decode-stock", row.single, row.decode, model)
+    patched = engine_of(
         f"{row.name}-decode-kvpatch",
         row.single,
         row.decode,
@@ -287,7 +272,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
     return Setup("stock", prefill, (stock,)), Setup("kvpatch", prefill, (patched,))
 
 
-def _engine(
+def engine_of(
     name: str,
     single: Single,
     side: Side,
@@ -299,17 +284,22 @@ def _engine(
     arguments: tuple[str, ...] = ("--block-size", str(side.block_tokens))
     if side.ranks > 1:
         arguments += ("--tensor-parallel-size", str(side.ranks))
-    if single.torch_attention:
-        arguments += _TORCH_ATTENTION
-    if side.rows:
-        arguments += _ROWS_IN_TORCH
-    if side.vectors:
-        arguments += _VECTOR_KERNELS
+    probes = (
+        ("rows_in_torch.RowsProbe", side.rows),
+        ("vector_kernels.VectorKernelsProbe", side.vectors),
+        ("torch_attention.TorchCacheProbe", single.torch_attention),
+        ("lab_probe.LabProbe", single.cuda),
+    )
+    probe = next((name for name, is_wanted in probes if is_wanted), None)
+    if probe is not None:
+        arguments += ("--worker-extension-cls", f"experiments.engines.{probe}")
     if single.has_state:
         arguments += ("--no-enable-prefix-caching",)
     environment = dict(settings)
     if single.cuda:
-        arguments += _CUDA if connector else _CUDA[: _CUDA.index("--kv-transfer-config")]
+        arguments += _CUDA
+        if connector:
+            arguments += ("--kv-transfer-config", json.dumps(_CUDA_BUFFER))
     if side.kvcached:
         environment |= {
             "ENABLE_KVCACHED": "true",

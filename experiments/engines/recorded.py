@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from experiments.engines.checkout import ROOT
 from experiments.engines.report import tokens_cell
 from experiments.engines.run import RowResult
+from experiments.harness import ROOT
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
 from tests.played import write_table

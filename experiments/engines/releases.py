@@ -8,7 +8,7 @@ from functools import cache
 
 from packaging.version import Version
 
-from experiments.engines.checkout import ROOT
+from experiments.harness import ROOT
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
 

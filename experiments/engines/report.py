@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from experiments.engines.run import RowResult, run_pairs
-from experiments.harness import console_of, work_folder
+from experiments.harness import console_of, table_of, work_folder
 from kvpatch.tools.verify.compare import (
     NULL_BLOCK,
     CaseVerdict,
@@ -28,34 +29,24 @@ if TYPE_CHECKING:
 
 
 def pairs_table(results: Sequence[RowResult]) -> Table:
-    from rich.table import Table
-
-    drawn = Table(
-        title="heterogeneous pairs, held against one single engine",
-        title_justify="left",
-        caption="spoiled: caches spoiled on purpose that were noticed; prefix hits: blocks that D "
-        "had itself, for each shared prefix",
-        caption_justify="left",
-    )
-    for heading in ("row", "blocks at P -> D", "stock", "kvpatch", "cache bytes", "spoiled"):
-        drawn.add_column(heading, no_wrap=True)
-    drawn.add_column("prefix hits", justify="right", no_wrap=True)
+    """Draws a row for each pair; prefix hits are of each shared prefix."""
+    shown = []
     for result in results:
-        verdicts = result.comparison.verdicts
-        control = result.comparison.control
-        stock = list(verdicts.get("stock", {}).values())
-        ours = list(verdicts.get("kvpatch", {}).values())
-        spoiled = len(control.get("kvpatch", {}))
-        drawn.add_row(
-            result.row.name,
-            str(result.row),
-            coloured(tokens_cell(stock)),
-            coloured(tokens_cell(ours)),
-            coloured(cache_cell(ours)),
-            f"{spoiled - len(result.unnoticed)}/{spoiled}",
-            _hits_cell(result),
+        stock, ours = (
+            list(result.comparison.verdicts.get(setup, {}).values())
+            for setup in ("stock", "kvpatch")
         )
-    return drawn
+        spoiled = len(result.comparison.control.get("kvpatch", {}))
+        # With state prefix caching is off, and blocks are used again.
+        hits = [] if result.row.single.has_state else prefix_hits(result.comparison)
+        shown.append([
+            result.row.name, str(result.row), tokens_cell(stock), tokens_cell(ours),
+            cache_cell(ours), f"{spoiled - len(result.unnoticed)}/{spoiled}",
+            "+".join(map(str, hits)) or "-",
+        ])  # fmt: skip
+    columns = ("row", "blocks at P -> D", "stock", "kvpatch", "cache bytes",
+               "spoiled and noticed", "prefix hits, blocks of D's own")  # fmt: skip
+    return table_of("heterogeneous pairs, held against one single engine", columns, shown, texts=6)
 
 
 def row_line(result: RowResult) -> str:
@@ -87,12 +78,6 @@ def cache_cell(verdicts: Sequence[CaseVerdict]) -> str:
     return f"wrong {wrong}/{len(verdicts)}" if wrong else "identical"
 
 
-def _hits_cell(result: RowResult) -> str:
-    if result.row.single.has_state:  # prefix caching is off, and blocks are used again
-        return "-"
-    return "+".join(map(str, prefix_hits(result.comparison)))
-
-
 def prefix_hits(comparison: SetupComparison) -> list[int]:
     """For each pair of prompts with a shared prefix, how many blocks the later one found on D."""
     cases, found = comparison.cases, comparison.observations["kvpatch"]
@@ -113,24 +98,16 @@ def prefix_pairs(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
 def prefix_hit_blocks(earlier: Snapshot, later: Snapshot) -> int:
     """How many of its first blocks a request shares with an earlier one, in its longest group."""
     return max(
-        (_shared(*groups) for groups in zip(earlier.block_ids, later.block_ids, strict=True)),
+        (
+            sum(1 for _ in takewhile(_is_shared, zip(*groups, strict=False)))
+            for groups in zip(earlier.block_ids, later.block_ids, strict=True)
+        ),
         default=0,
     )
 
 
-def _shared(earlier: Sequence[int], later: Sequence[int]) -> int:
-    same = 0
-    for left, right in zip(earlier, later, strict=False):
-        if left != right or left == NULL_BLOCK:
-            break
-        same += 1
-    return same
-
-
-def coloured(text: str) -> str:
-    """Green for what is identical, red for the rest."""
-    colour = "green" if text.startswith("identical") else "red"
-    return f"[{colour}]{text}[/{colour}]"
+def _is_shared(blocks: tuple[int, int]) -> bool:
+    return blocks[0] == blocks[1] != NULL_BLOCK
 
 
 def problems(results: Sequence[RowResult]) -> list[str]:
@@ -157,14 +134,6 @@ def pairs_summary(results: Sequence[RowResult]) -> str:
     )
 
 
-def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
-    return [
-        {"row": result.row.name, "passed": result.passed, **record}
-        for result in results
-        for record in json_lines(result.comparison)
-    ]
-
-
 def show_pairs(
     rows: Sequence[Row], asked: argparse.Namespace, name: str, *, with_stock: bool
 ) -> list[RowResult]:
@@ -188,7 +157,12 @@ def show_pairs(
 
     def report(result: RowResult) -> None:
         finished.append(result)
-        write_json_lines(results, pairs_json_lines(finished))
+        records = (
+            {"row": one.row.name, "passed": one.passed, **record}
+            for one in finished
+            for record in json_lines(one.comparison)
+        )
+        write_json_lines(results, list(records))
         console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
 
     until_signal(run_pairs(rows, options, console, report, with_stock=with_stock))

@@ -7,21 +7,34 @@ another rounding in a batch of another size cannot change it.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from experiments.engines.faults import kill_and_restart
+from experiments.engines.faults import kill
+from experiments.harness import importable_in_engines, work_folder
 from kvpatch.core.errors import EngineFailed, RequestFailed
-from kvpatch.tools.verify.engine import Engine, Options, small_engine
+from kvpatch.tools.verify.engine import (
+    TRANSFER_CONFIG,
+    Engine,
+    EngineSpec,
+    Options,
+    small_engine,
+    stop_all,
+)
 from kvpatch.tools.verify.handoff import Request, complete, prefill
-from kvpatch.tools.verify.run import progress_bar, running, vocabulary
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.run import progress_bar, require_kvpatch_as_asked, running, vocabulary
 
 ANSWER_TOKENS = 8
 TOGETHER = 8
@@ -72,22 +85,7 @@ async def reference(
     return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > _MARGIN else None
 
 
-def connections() -> httpx.AsyncClient:
-    """A client with a connection for each request.
-
-    One kept open that an engine has found idle too long is closed under the next request, which the
-    engine never sees.
-    """
-    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
-    return httpx.AsyncClient(trust_env=False, limits=limits)
-
-
 KINDS = ("right", "wrong", "failed_at_p", "failed_at_d", "broken_at_p", "broken_at_d", "no_answer")
-
-
-def by_kind(ended: Mapping[str, int]) -> dict[str, int]:
-    """Returns the counts of requests by each of KINDS."""
-    return {kind: ended.get(kind, 0) for kind in KINDS}
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,47 @@ class Outcome:
     prompt: Prompt
     kind: str
     said: str = ""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.kind in ("right", "wrong")
+
+
+@dataclass
+class Told:
+    """Counts the ends of requests, and what failures said."""
+
+    advance: Callable[[], None] = lambda: None
+    outcomes: Counter[str] = field(default_factory=Counter)
+    said: Counter[str] = field(default_factory=Counter)
+    failed: list[Prompt] = field(default_factory=list)
+
+    def __call__(self, outcome: Outcome) -> None:
+        self.advance()
+        self.outcomes[outcome.kind] += 1
+        if not outcome.is_answered:
+            self.failed.append(outcome.prompt)
+            self.said[f"{outcome.kind}: {outcome.said}"] += 1
+
+    def ends(self, requests: int) -> dict[str, Any]:
+        """Returns the fields of Ends for so many requests."""
+        kinds = {kind: self.outcomes[kind] for kind in KINDS}
+        return {"requests": requests, **kinds, "said": dict(self.said)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """The ends of requests in a row of a table, by KINDS; what failures said, and how often."""
+
+    requests: int
+    right: int
+    wrong: int
+    failed_at_p: int
+    failed_at_d: int
+    broken_at_p: int
+    broken_at_d: int
+    no_answer: int
+    said: dict[str, int]
 
 
 @dataclass
@@ -183,8 +222,15 @@ class Play:
                 await complete(self.client, self.prefill.url, request, 1)
 
     async def restart(self, engine: Engine) -> None:
-        """kill -9, and another one under the same engine id."""
-        await kill_and_restart(engine, self.client, self.options.startup_timeout)
+        """kill -9 of all of an engine's processes, and one of the same arguments in its place.
+
+        The log of the one that was killed is kept beside the new one's.
+        """
+        await kill(engine)
+        killed = len(list(engine.log.parent.glob(f"{engine.log.stem}.killed-*.log")))
+        engine.log.rename(engine.log.with_name(f"{engine.log.stem}.killed-{killed}.log"))
+        engine.start()
+        await engine.ready(self.client, self.options.startup_timeout)
 
 
 @dataclass(frozen=True)
@@ -231,6 +277,60 @@ def short_prompt(chance: random.Random, words: Sequence[int]) -> tuple[int, ...]
     return tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
 
 
+def options_for(
+    asked: str | None,
+    name: str,
+    console: Console,
+    make: Callable[[Path], Path] = make_tiny_llama,
+) -> Options:
+    """Makes the folder of a run, with its model, and lets engines import this checkout."""
+    importable_in_engines()
+    folder = work_folder(asked, name, console)
+    return Options(work_dir=folder, model=str(make(folder / "model")))
+
+
+def half(
+    name: str,
+    options: Options,
+    block_tokens: int,
+    cache_tokens: int,
+    kvpatch: bool,
+    settings: tuple[tuple[str, str], ...] = (),
+    *,
+    lease_s: int,
+    **config: str,
+) -> EngineSpec:
+    """Describes a P or D for sixteen requests at once; ``config`` is of its transfers."""
+    leased = {"kv_connector_extra_config": {"kv_lease_duration": lease_s}}
+    arguments = (
+        *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
+        *("--num-gpu-blocks-override", str(cache_tokens // block_tokens)),
+        *("--kv-transfer-config", json.dumps({**TRANSFER_CONFIG, **config, **leased})),
+    )
+    return small_engine(name, str(options.model), "float32", arguments, True, kvpatch, settings)
+
+
+@asynccontextmanager
+async def playing(
+    specs: Sequence[EngineSpec], words: Sequence[int], options: Options, console: Console
+) -> AsyncIterator[Play]:
+    """Runs P and D; whatever engines the play has in the end are stopped too."""
+    # One connection for each request: one kept open that an engine has found idle too long is
+    # closed under the next request, which the engine never sees.
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(trust_env=False, limits=limits) as client,
+        running(specs, client, options, console) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        prefill, decode = engines
+        play = Play(client, options, prefill, decode, words)
+        try:
+            yield play
+        finally:
+            stop_all((play.prefill, play.decode))
+
+
 async def answers_alone(
     name: str,
     cache_blocks: int,
@@ -240,6 +340,8 @@ async def answers_alone(
     draw: Callable[[random.Random, list[int]], tuple[int, ...]] = short_prompt,
 ) -> tuple[list[int], list[Prompt]]:
     """Starts a single engine; returns its vocabulary, and prompts with its answers."""
+    # Of this engine and of all that are started behind it: glibc keeps what threads free.
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(cache_blocks))
     alone = small_engine(name, str(options.model), "float32", small, False, False)
     chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)

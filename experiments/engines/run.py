@@ -22,13 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PATCH = "unlike_engines"
-_FORGET_TIMEOUT_S = 120.0
-_METRICS_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 
-HOST_BUFFER = re.compile(
-    r"host buffer of (\d+) bytes for (\d+) blocks of (\d+) bytes; vLLM's own would take (\d+) bytes"
-)
-"""What each worker logs of its own: bytes, blocks, bytes of one, bytes of vLLM's mirror."""
+HOST_BUFFER = "host buffer of "
+"""How each worker's line about its own begins."""
 
 _EXCEPTION = re.compile(
     r"^.*\bERROR\b.*?\b([A-Z]\w*(?:Error|Exception|Refused): .+)$", re.MULTILINE
@@ -93,8 +90,10 @@ async def run_pairs(
             try:
                 cases, reference = await _observe_single(single, model, client, options, console)
             except EngineFailed as error:
+                nothing: dict[str, dict[str, Observation]]
+                nothing = {"single": {}, "stock": {}, "kvpatch": {}}
                 for row in its_rows:
-                    results.append(_not_run(row, str(error)))
+                    results.append(RowResult(row, compare((), nothing), str(error)))
                     report(results[-1])
                 continue
             for row in its_rows:
@@ -103,11 +102,6 @@ async def run_pairs(
                 results.append(await run.judge(reference))
                 report(results[-1])
     return results
-
-
-def _not_run(row: Row, failure: str) -> RowResult:
-    observations: dict[str, dict[str, Observation]] = {"single": {}, "stock": {}, "kvpatch": {}}
-    return RowResult(row, compare((), observations), failure)
 
 
 async def _observe_single(
@@ -120,12 +114,6 @@ async def _observe_single(
             cases = tuple(case for case in cases if case.tokens > 1)
         serving = Serving(f"single ({single})", engines, (), client, options, console)
         return cases, await serving.observe(cases)
-
-
-async def forget_prefixes(engine: Engine, client: httpx.AsyncClient) -> None:
-    """Empties an engine's prefix cache; blocks that a request still holds stay."""
-    response = await client.post(f"{engine.url}/reset_prefix_cache", timeout=_FORGET_TIMEOUT_S)
-    response.raise_for_status()
 
 
 def last_exception(log: Path) -> str:
@@ -174,12 +162,13 @@ class _RowRun:
             await self._require_layouts(engines, (*self.row.prefill, self.row.decode))
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             for engine in engines:
-                await self._keep_metrics(engine)
+                metrics = (await self._ask("GET", engine, "metrics")).text
+                engine.log.with_suffix(".metrics").write_text(metrics)
             stop_all(decode)
             if not self.with_stock:
                 return
-            for engine in prefill:
-                await forget_prefixes(engine, self.client)
+            for engine in prefill:  # empties its prefix cache
+                await self._ask("POST", engine, "reset_prefix_cache")
             try:
                 async with running(stock.decode, self.client, self.options, self.console) as decode:
                     await self._require_layouts(decode, (self.row.decode,))
@@ -201,19 +190,17 @@ class _RowRun:
             self.reasons[setup.name] = reason
         return observations
 
-    async def _keep_metrics(self, engine: Engine) -> None:
-        """Keeps an engine's metrics beside its log when a row is over."""
-        response = await self.client.get(f"{engine.url}/metrics", timeout=_METRICS_TIMEOUT_S)
+    async def _ask(self, method: str, engine: Engine, path: str) -> httpx.Response:
+        response = await self.client.request(method, f"{engine.url}/{path}", timeout=_TIMEOUT_S)
         response.raise_for_status()
-        engine.log.with_suffix(".metrics").write_text(response.text)
+        return response
 
     def _require_host_buffers(self, engines: Sequence[Engine]) -> None:
-        """Where the row has them, every rank must have said how large its own is."""
+        """Where the row has them, every engine must have said how large its own are."""
         if self.row.host_buffer_bytes is None:
             return
         for engine in engines:
-            ranks = HOST_BUFFER.findall(engine.log.read_text(errors="replace"))
-            if not ranks:
+            if HOST_BUFFER not in engine.log.read_text(errors="replace"):
                 raise EngineFailed(f"{engine.spec.name}: expected a host buffer, found none")
 
     async def _require_layouts(self, engines: Sequence[Engine], sides: Sequence[Side]) -> None:

@@ -7,35 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from experiments.engines.faults import held
-from experiments.engines.routed import TOGETHER, Outcome, Play, Prompt, batches, settled
+from experiments.engines.routed import TOGETHER, Play, Prompt, Told, batches, settled
 from kvpatch.tools.verify.engine import Engine
 
 LEASE_S = 2
 HELD_S = 5.0
 _REQUESTS_PER_KILL = 200
-
-
-@dataclass
-class Told:
-    """Counts the ends of a scene's requests."""
-
-    advance: Callable[[], None]
-    outcomes: Counter[str] = field(default_factory=Counter)
-    said: Counter[str] = field(default_factory=Counter)
-    failed: list[Prompt] = field(default_factory=list)
-
-    def __call__(self, outcome: Outcome) -> None:
-        self.advance()
-        self.outcomes[outcome.kind] += 1
-        if outcome.kind not in ("right", "wrong"):
-            self.failed.append(outcome.prompt)
-            self.said[f"{outcome.kind}: {outcome.said}"] += 1
 
 
 async def stale(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
@@ -117,18 +98,10 @@ async def kill_among(play: Play, prompts: Sequence[Prompt], told: Told, victim: 
     await asyncio.gather(*restarted)
 
 
-async def kill_p(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
-    await killed(play, prompts, told, play.prefill)
-
-
-async def kill_d(play: Play, prompts: Sequence[Prompt], told: Told) -> None:
-    await killed(play, prompts, told, play.decode)
-
-
 SCENES: Mapping[str, Callable[[Play, Sequence[Prompt], Told], Awaitable[None]]] = {
     "stale": stale,
     "link": link,
     "replaced": replaced,
-    "kill-p": kill_p,
-    "kill-d": kill_d,
+    "kill-p": lambda play, prompts, told: killed(play, prompts, told, play.prefill),
+    "kill-d": lambda play, prompts, told: killed(play, prompts, told, play.decode),
 }
