@@ -201,7 +201,7 @@ def _is_of_all_layers(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> b
     is_alone = not others and (expected if isinstance(expected, int) else len(expected)) > 1
     if not is_alone or not release.is_readable(layer, cache):
         return False
-    return cache.dim() == 1 + max(len(order.dimensions) for order in release.orders(layer))
+    return bool(cache.dim() == 1 + len(release.orders(layer)[0].dimensions))
 
 
 def _read(

@@ -160,8 +160,13 @@ def probe_dims(backend: type[Any], family: str) -> tuple[str, ...]:
         raise UnknownShape(f"{backend.__name__}: {shape} for {_PROBE}") from error
 
 
-def memory_order(backend: type[Any], dims: tuple[str, ...], layout: str) -> tuple[str, ...]:
+def memory_order(
+    backend: type[Any], dims: tuple[str, ...], layout: str, allocation: str = "plain"
+) -> tuple[str, ...]:
     """`dims` (with "layer" where layers share a buffer) from slow to fast."""
+    if allocation == "all_layers":
+        axes = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        return tuple(("layer", *dims)[axis] for axis in axes)
     if not hasattr(backend, "get_kv_cache_shape"):
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -207,7 +212,7 @@ def build(
         dims = _KVCACHED_DIMS
         order: tuple[str, ...] = ("layer", *dims)
     else:
-        order = memory_order(backend, dims, layout)
+        order = memory_order(backend, dims, layout, spec.allocation)
         if spec.has_state:  # blocks of both kinds have one page: keys and values of it too
             inner = [dim for dim in order if dim not in ("layer", "block", "kv")]
             order = ("layer", "block", *(("kv",) if "kv" in dims else ()), *inner)
@@ -241,6 +246,16 @@ def build(
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
     return Caches(tuple(layers), memory)
+
+
+def all_layers(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The one tensor that layers are views of, its dimensions from slow to fast."""
+    first, second = list(tensors.values())[:2]
+    step = second.storage_offset() - first.storage_offset()
+    axes = sorted(
+        [*zip(first.stride(), first.shape, strict=True), (step, len(tensors))], reverse=True
+    )
+    return first.as_strided([size for _, size in axes], [stride for stride, _ in axes], 0)
 
 
 def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:

@@ -17,6 +17,8 @@ Allocation = Literal[
     "shared_tensors",
     "split_half",
     "contiguous",
+    # The release's own: one tensor of all layers (enable_cross_layers_blocks, 0.18 to 0.28).
+    "all_layers",
     # kvcached's own code lays these out, over memory of which only used pages are there.
     "kvcached_rows",
     "kvcached_apart",

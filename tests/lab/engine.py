@@ -23,7 +23,7 @@ from kvpatch.checks.tables import WORD_BYTES, HoldTable
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, far_memory, release, standins
-from .caches import UNMAPPED, Caches, build, layer_name
+from .caches import UNMAPPED, Caches, all_layers, build, layer_name
 from .case import MIRRORED, STORAGELESS, XLA
 from .compare import (
     UNSIGNED,
@@ -164,7 +164,11 @@ class Engine:
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
                 if spec.device == "cuda":
                     standins.number_devices(release.nixl_of(worker).connector_worker)
-                worker.register_kv_caches(self._registered(rank))
+                tensors = self._registered(rank)
+                if spec.allocation == "all_layers":
+                    worker.register_cross_layers_kv_cache(all_layers(tensors), None)
+                else:
+                    worker.register_kv_caches(tensors)
                 if spec.device == MIRRORED:
                     worker.set_host_xfer_buffer_ops(standins.copy_blocks)
             if self.pretends:

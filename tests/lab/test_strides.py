@@ -50,6 +50,18 @@ def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
     )
 
 
+@pytest.mark.on(has_cache_groups=True, names_layouts=False)
+@pytest.mark.parametrize("family", ["flash", "flashinfer"])
+def test_one_tensor_of_all_layers(lab: Lab, family: Family) -> None:
+    """The release hands it over under the first layer's name, and reads it itself."""
+    spec = replace(_SPEC, family=family, allocation="all_layers")
+    _run(lab, spec, spec).must_be("identical")
+
+    patched = replace(spec, patched=True)
+    _run(lab, patched, patched).must_be("identical")
+    _run(lab, spec, patched).must_be("identical")
+
+
 @pytest.mark.on(states_layout=True)
 def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     """Two of one allocator are like each other; beside a plain engine P says what it has."""

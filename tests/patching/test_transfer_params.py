@@ -264,6 +264,25 @@ def test_parameters_of_a_connector_that_stands_before_nixls_stay(
     assert request.kv_transfer_params == (None if is_first else _MOONCAKES)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_request_by_which_the_server_tells_p_is_not_refused_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_told: bool
+) -> None:
+    """From 0.21 on the server sends one with the same parameters behind its answer of 400."""
+    monkeypatch.setitem(
+        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
+    )
+    core = SimpleNamespace(connector=_Nixl(), max_model_len=1024)
+    engine_state(core).facts = _FORM
+    request = SimpleNamespace(request_id="r", kv_transfer_params={**_OWN, "tp_size": 0})
+    request.abort_immediately = is_told
+
+    _add_request(lambda request: None, core, request)
+
+    assert request.kv_transfer_params is None
+    assert ("is taken without its parameters" in caplog.text) is not is_told
+
+
 def test_nixls_connector_loads_nothing_by_the_parameters_of_another() -> None:
     request = SimpleNamespace(kv_transfer_params=_MOONCAKES)
 
