@@ -260,9 +260,10 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     tokens, held = load
     if is_of_whole_prompt(scheduler, facts) and not tokens == held == end:
         return 0
-    cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
-    if not still_has(scheduler, facts, held, tokens, cuts_finer=cuts_finer):
-        return 0
+    if tokens < held and facts.has_cache_groups:
+        cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
+        if not still_has(scheduler, held, tokens, cuts_finer=cuts_finer):
+            return 0
     ranks = context_ranks(scheduler, facts)
     if ranks > 1 and tokens < held and not facts.states_context_parallelism:
         return 0  # such lists are paired from their ends

@@ -138,22 +138,13 @@ def fills_no_more_blocks(
     return all(-(-loaded_tokens // size) == -(-tokens // size) for size in sizes)
 
 
-def still_has(
-    scheduler: Any,
-    facts: ReleaseFacts,
-    held_tokens: int,
-    needed_tokens: int,
-    *,
-    cuts_finer: bool,
-) -> bool:
+def still_has(scheduler: Any, held_tokens: int, needed_tokens: int, *, cuts_finer: bool) -> bool:
     """True if P keeps what attention behind fewer of its tokens looks at.
 
     P lets go of blocks in front of the window before its last token: if it `cuts_finer`, into
     smaller blocks than D, of more tokens than D would.
     """
     counts = held_tokens, needed_tokens
-    if held_tokens == needed_tokens or not facts.has_cache_groups:
-        return True
     for group in scheduler.kv_cache_config.kv_cache_groups:
         for spec in _members(group.kv_cache_spec):
             if type(spec).__name__ in _FULL:

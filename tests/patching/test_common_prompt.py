@@ -48,6 +48,7 @@ def _scheduler(release: str = "0.21.0", *, caches: bool = True, ranks: int = 1) 
         parallel_config=SimpleNamespace(
             world_size=ranks, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
+        speculative_config=None,
     )
     found = SimpleNamespace(
         vllm_config=config, block_size=16, is_bidirectional_kv_xfer_enabled=False

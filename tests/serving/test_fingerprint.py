@@ -43,9 +43,7 @@ def _fingerprints(
     sizes = CacheSizes(1, _BLOCKS, len(held), block_tokens, _CHANNELS, _ITEM_BYTES)
     memory = np.random.default_rng(9).integers(0, 256, sizes.total_bytes(), dtype=np.uint8)
     tensor = torch.from_numpy(memory)
-    planes = LAYOUTS[layout].planes(
-        sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER], first_head=held[0]
-    )
+    planes = LAYOUTS[layout].planes(sizes, tensor.data_ptr(), Memory("DRAM"), first_head=held[0])
     list_tokens = list_block_tokens or block_tokens
     split = list_tokens // block_tokens
     block_ids = [7, 2, 9, 4, 1, 11, 3, 8, 5, 10, 6][: -(-_TOKENS // list_tokens)]
@@ -190,7 +188,7 @@ def test_what_is_not_whole_is_no_fingerprint(
 def test_too_few_blocks_are_refused() -> None:
     sizes = CacheSizes(1, 2, _HEADS, 4, _CHANNELS, _ITEM_BYTES)
     tensor = torch.zeros(sizes.total_bytes(), dtype=torch.uint8)
-    planes = LAYOUTS["HND"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER])
+    planes = LAYOUTS["HND"].planes(sizes, tensor.data_ptr(), Memory("DRAM"))
     layer = probe.ProbedLayer(_LAYER, 0, 4, None, tensor, planes)
     with pytest.raises(probe.UnreadableGeometry, match="expected blocks for 5 tokens, found 1"):
         probe.read_rows(layer, planes[0], [1], 0, 5)

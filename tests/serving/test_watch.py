@@ -26,7 +26,7 @@ pytestmark = pytest.mark.serving
 def _layer(window_tokens: int | None = None) -> ProbedLayer:
     sizes = CacheSizes(1, 16, 2, 4, 8, 2)
     tensor = torch.arange(sizes.total_bytes(), dtype=torch.int64).to(torch.uint8)
-    planes = LAYOUTS["CPU_packed"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), ["layer"])
+    planes = LAYOUTS["CPU_packed"].planes(sizes, tensor.data_ptr(), Memory("DRAM"))
     return ProbedLayer("layer", 0, 4, window_tokens, tensor, planes)
 
 
