@@ -269,9 +269,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         return 0  # such lists are paired from their ends
     # For the blocks of what is left a request waits at the head of the queue. These releases keep
     # none back for it: loads behind it may have all, and nothing runs that would give some back.
-    is_safe = facts.reserves_for_loads or fills_no_more_blocks(
-        scheduler, facts, tokens, request.num_tokens
-    )
+    slots = request.num_tokens + drafted_tokens(scheduler.vllm_config)
+    is_safe = facts.reserves_for_loads or fills_no_more_blocks(scheduler, facts, tokens, slots)
     return tokens if tokens == end or is_safe else 0
 
 
@@ -282,8 +281,11 @@ def _names_more_blocks(
     number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
     if number is None or number >= len(named):
         return False
-    slots = held + drafted_tokens(scheduler.vllm_config)
-    return len(named[number]) > -(-slots // int(scheduler.block_size))
+    drafted, block_tokens = drafted_tokens(scheduler.vllm_config), int(scheduler.block_size)
+    slots, alone = held + drafted, window_alone(scheduler)
+    if alone is not None and alone[1]:  # the end of its list alone
+        slots = min(slots, alone[1] + block_tokens + drafted)
+    return len(named[number]) > -(-slots // block_tokens)
 
 
 # --- context parallelism, which no handshake states <= 0.28 ------------------------------

@@ -94,7 +94,7 @@ class CheckMakers(dict[str, Callable[[Any, Any], CheckLoad]]):
 _MOST_FAILED = 65536
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reader:
     """The state of one worker's reads.
 

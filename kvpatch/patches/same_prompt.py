@@ -25,9 +25,11 @@ Upstream:
 Limits:
     Without kvpatch on P nobody compares tokens: D's log says so once for each P, and
     ``KVPATCH_REQUIRE_TOKENS=true`` has such prompts computed. <= 0.20 no count is stated there
-    either, and a prompt of D's that is longer by less than a block is not told from P's. <= 0.17
-    D goes on from whole blocks alone. Prompts of embeddings have no hashes, nor have images where
-    prefix caching is off. In push mode a prompt that P states otherwise is computed whole.
+    either, and a prompt of D's that is longer by less than a block is not told from P's. <= 0.22 D
+    computes a prompt of which it would load a part, unless the rest fits into the loaded blocks
+    (<= 0.17 it never does): vLLM keeps no blocks back for the rest. Prompts of embeddings have no
+    hashes, nor have images where prefix caching is off. In push mode a prompt that P
+    states otherwise is computed whole.
 Remove when:
     The connector compares the prompts of both sides.
 """

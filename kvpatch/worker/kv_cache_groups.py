@@ -125,17 +125,17 @@ def is_of_whole_prompt(scheduler: Any, facts: ReleaseFacts) -> bool:
 
 
 def fills_no_more_blocks(
-    scheduler: Any, facts: ReleaseFacts, loaded_tokens: int, tokens: int
+    scheduler: Any, facts: ReleaseFacts, loaded_tokens: int, slots: int
 ) -> bool:
-    """True if the blocks of the loaded tokens have slots for the others too.
+    """True if the blocks of the loaded tokens have as many slots.
 
     <= 0.17 all slots of loaded blocks count as computed.
     """
     if facts.counts_loaded_slots:
-        return loaded_tokens == tokens
+        return loaded_tokens == slots
     planned = scheduler.kv_cache_config.kv_cache_groups
     sizes = {int(spec.block_size) for g in planned for spec in _members(g.kv_cache_spec)}
-    return all(-(-loaded_tokens // size) == -(-tokens // size) for size in sizes)
+    return all(-(-loaded_tokens // size) == -(-slots // size) for size in sizes)
 
 
 def still_has(scheduler: Any, held_tokens: int, needed_tokens: int, *, cuts_finer: bool) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import UnexpectedCaches, UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import block_bytes
@@ -197,9 +198,7 @@ def _is_of_all_layers(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> b
         return True
     # 0.18 to 0.28 give it the name of the first layer, whose own tensor has a dimension less.
     (layer, cache), *others = kv_caches.items()
-    expected = release.expected_layers
-    is_alone = not others and (expected if isinstance(expected, int) else len(expected)) > 1
-    if not is_alone or not release.is_readable(layer, cache):
+    if others or settings.is_kvcached_enabled() or not release.is_readable(layer, cache):
         return False
     return bool(cache.dim() == 1 + len(release.orders(layer)[0].dimensions))
 

@@ -331,10 +331,22 @@ class Engine:
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
+        if any(hit for _, hit in asks) and not self.on_device:
+            self._forget_loaded()
         self.before = self._held()
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
+
+    def _forget_loaded(self) -> None:
+        """Fills what will be loaded with noise: what made the hit may have left the same there."""
+        for caches in self.caches:
+            for number, layer in enumerate(caches.layers):
+                own = self._loaded(number)
+                for plane in layer.planes if layer.pages is None else (layer.pages,):
+                    old = plane[own]
+                    noise = self.noise.integers(0, 256, old.nbytes, dtype=np.uint8)
+                    plane[own] = noise.view(old.dtype).reshape(old.shape)
 
     def _serve_alone(self, scheduler: CoreScheduler, prompt: Prompt, tokens: int) -> None:
         """Has D compute a prompt's beginning itself, which its prefix cache then holds."""

@@ -162,6 +162,9 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "keys by column, tokens before heads": (
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
     ),
+    "keys by column that AMX may tile": (
+        of_two_bytes, lambda: peer_of_two_bytes(64), "--dtype float32",
+    ),
     "whole blocks of another size": (
         lambda: whole(_INDEXER), lambda: peer(block_tokens=64), "use one --block-size",
     ),

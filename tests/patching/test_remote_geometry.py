@@ -197,10 +197,11 @@ class TestNamedLayouts:
         peer = _stated(rank, size, **regions)
         sizes = CacheSizes(3, 6, heads, 64, CHANNELS, ITEM)
         expected = named_layout(layout).planes(
-            sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
+            sizes, 1 << 20, Memory("DRAM"), first_head=rank * heads
         )
 
-        found = [plane for region in peer_regions(ours_of(names="abc"), peer) for plane in region]
+        ours = ours_of(names=("layer.0", "layer.1", "layer.2"))
+        found = [plane for region in peer_regions(ours, peer) for plane in region]
 
         assert _rows(found) == _rows(expected)
 
