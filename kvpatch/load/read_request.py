@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.worker.state import scheduler_state, worker_state
+from kvpatch.worker.state import is_push, scheduler_state, worker_state
 from kvpatch.worker.unpatched_workers import is_guarded, require
 
 _READ_REQUEST = "kvpatch_read_request"
@@ -85,6 +85,9 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
     """
     state = scheduler_state(scheduler)
     facts, planned, waits = state.facts, state.of(PlannedLoads), state.of(Waits)
+    # In push mode no worker looks at it. Workers that are known to be without kvpatch were left
+    # out where the load was planned, of what the scheduler knew of the peer then.
+    may_guard = not (is_push(scheduler) or state.has_stock_workers)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
@@ -98,6 +101,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             remote,
             _hit_tokens(request, facts),
             is_guarded=has_load
+            and may_guard
             and is_guarded(
                 scheduler, state.equal_peers, engine_of(entry, facts), held, remote, facts
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from kvpatch.worker.vllm_bugs import (
     mend_block_size,
     refuse_steps_under_way,
 )
+
+_LOG = logging.getLogger("kvpatch.stale_blocks")
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
@@ -164,6 +167,11 @@ def attach_reader(
                 "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
                 "states that are not one behind the other)",
                 "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+            )
+        is_producer = worker.vllm_config.kv_transfer_config.kv_role == "kv_producer"
+        if "stale_blocks" in state.of(CheckMakers) and not is_producer:
+            _LOG.warning(
+                "loads are not checked for stale blocks: kvpatch does not read into this cache"
             )
         return
     agent = worker.nixl_wrapper

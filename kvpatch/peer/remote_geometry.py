@@ -265,10 +265,15 @@ def _by_layout(
     has_layers_inside = layout in LAYERS_INSIDE_BLOCKS
     has_one_size = len(tokens_of(ours.layers, ours.layers)) == 1
     if ours.layers_differ_in_shape and not (has_layers_inside and has_one_size):
-        if layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
+        if layout not in ("LBHNC", "LBNHC"):
             raise PeerRefused(
-                "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
+                "layers of several shapes are read from layout LBHNC or LBNHC",
                 "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+            )
+        if len(set(peer.block_bytes)) > 1:
+            raise PeerRefused(
+                "its layers of several shapes have pages of several sizes (a draft model's)",
+                "use one --block-size on both sides",
             )
         if differ_in_page_bytes(ours.layers):
             raise PeerRefused(

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,9 @@ from kvpatch.core.errors import PatchRefused
 from kvpatch.core.recent_engines import MOST_ENGINES
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.host_buffer.scheduler import StepSaves
+from kvpatch.load import read_request
 from kvpatch.load.read_request import ReadRequest
+from kvpatch.worker.state import scheduler_state
 from kvpatch.worker.unpatched_workers import EqualBlockPeers
 
 from .standin import run, write_tree
@@ -53,6 +56,36 @@ def test_a_process_without_kvpatch_cannot_take_it(sent: object) -> None:
 
 def test_what_a_stock_worker_may_ignore_reaches_it() -> None:
     assert _load(_OPEN, Path()).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("is_push", "has_stock_workers", "is_guarded"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+)
+def test_a_load_that_was_judged_before_or_that_p_writes_is_open(
+    is_push: bool, has_stock_workers: bool, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In push mode no worker looks at it; and what was equal then may not be any more."""
+    monkeypatch.setattr(read_request, "is_guarded", lambda *_: True)
+    scheduler = SimpleNamespace()
+    if is_push:
+        scheduler._push_pending_registrations = {}
+    state = scheduler_state(scheduler)
+    state.facts, state.has_stock_workers = _NEWEST, has_stock_workers
+    request = SimpleNamespace(
+        num_prompt_tokens=100, num_computed_tokens=100, kv_transfer_params={}, arrival_time=0.0
+    )
+    request.prefill_stats = None
+    entry = SimpleNamespace(
+        local_block_ids=([1, 2],), remote=SimpleNamespace(engine_id="P", block_ids=([3, 4],))
+    )
+    metadata = SimpleNamespace(reqs_to_recv={"r": entry})
+
+    monkeypatch.setattr(read_request, "loaded_tokens", lambda *_: (100, 100))
+    read_request.attach_read_requests(scheduler, {"r": (request,)}, metadata)
+
+    found = read_request.read_request_of(entry)
+    assert found is not None and found.is_guarded is is_guarded
 
 
 @pytest.fixture
