@@ -34,7 +34,7 @@ DRAM = Memory("DRAM")
 SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
 LOCAL_SIZES = replace(SIZES, block_tokens=48, blocks=8)
 TOKENS = 300
-SECONDS = 60.0
+SECONDS = 300.0
 #: A lease that has run out long ago.
 OVER = Lease(0.0)
 #: Worlds of the shared agents: what those know of is never given back, nor handed out again.
