@@ -198,7 +198,7 @@ class EngineSpec:
     @property
     def is_kvcacheds(self) -> bool:
         """Whether kvcached allocates, or tensors are laid out as it does."""
-        return self.allocation not in ("plain", "shared_tensors", *ODD)
+        return self.allocation not in ("plain", "shared_tensors", "all_layers", *ODD)
 
     @property
     def is_hybrid(self) -> bool:
