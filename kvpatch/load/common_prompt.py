@@ -220,12 +220,11 @@ def _held_of_longer(
     drafts: as many as D drafts, since a draft model has caches of its own on both sides.
     """
     peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
-    number = counted_group(scheduler, facts)
     engine_id = str(params.get("remote_engine_id"))
-    named = groups(params.get("remote_block_ids") or ())
-    if number is None or number >= len(named) or not peers.knows(engine_id):
+    named = _counted_blocks(scheduler, params, facts)
+    if named is None or not peers.knows(engine_id):
         return PlannedLoad(end, end)
-    blocks = len(named[number])
+    blocks = len(named)
     if blocks * block_tokens >= end:
         return PlannedLoad(end, end)
     can_fail = facts.failed_loads != "unknown"  # as it does where such a P is an equal one
@@ -233,6 +232,14 @@ def _held_of_longer(
         return PlannedLoad(end, end)
     sure = (blocks - 1) * block_tokens - drafted_tokens(scheduler.vllm_config)
     return PlannedLoad(max(0, sure), blocks * block_tokens)
+
+
+def _counted_blocks(
+    scheduler: Any, params: Mapping[str, Any], facts: ReleaseFacts
+) -> tuple[int, ...] | None:
+    """Returns P's blocks of the group that tells how many tokens one has; None without one."""
+    number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
+    return None if number is None or number >= len(named) else named[number]
 
 
 def _in_front_of_gap(
@@ -246,10 +253,10 @@ def _in_front_of_gap(
     named = groups(params.get("remote_block_ids") or ())
     if not facts.has_cache_groups or not any(0 in blocks for blocks in named):
         return held
-    number = counted_group(scheduler, facts)
-    if number is None or number >= len(named) or window_alone(scheduler) is not None:
+    blocks = _counted_blocks(scheduler, params, facts)
+    if blocks is None or window_alone(scheduler) is not None:
         return held
-    blocks, behind = named[number], named[number][1:]
+    behind = blocks[1:]
     # P's blocks may be of another size. They are enough for what it holds: none is smaller. A gap
     # is behind the prompt, and no first block.
     return (1 + behind.index(0)) * held // len(blocks) if 0 in behind else held
@@ -267,25 +274,26 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     ranks = context_ranks(scheduler, facts)
     if ranks > 1 and tokens < held and not facts.states_context_parallelism:
         return 0  # such lists are paired from their ends
+    if tokens == end or facts.reserves_for_loads:
+        return tokens
     # For the blocks of what is left a request waits at the head of the queue. These releases keep
     # none back for it: loads behind it may have all, and nothing runs that would give some back.
     slots = request.num_tokens + drafted_tokens(scheduler.vllm_config)
-    is_safe = facts.reserves_for_loads or fills_no_more_blocks(scheduler, facts, tokens, slots)
-    return tokens if tokens == end or is_safe else 0
+    return tokens if fills_no_more_blocks(scheduler, facts, tokens, slots) else 0
 
 
 def _names_more_blocks(
     scheduler: Any, params: Mapping[str, Any], held: int, facts: ReleaseFacts
 ) -> bool:
     """True if P names more blocks than D has for as many tokens: its blocks are smaller."""
-    number, named = counted_group(scheduler, facts), groups(params.get("remote_block_ids") or ())
-    if number is None or number >= len(named):
+    named = _counted_blocks(scheduler, params, facts)
+    if named is None:
         return False
     drafted, block_tokens = drafted_tokens(scheduler.vllm_config), int(scheduler.block_size)
     slots, alone = held + drafted, window_alone(scheduler)
     if alone is not None and alone[1]:  # the end of its list alone
         slots = min(slots, alone[1] + block_tokens + drafted)
-    return len(named[number]) > -(-slots // block_tokens)
+    return len(named) > -(-slots // block_tokens)
 
 
 # --- context parallelism, which no handshake states <= 0.28 ------------------------------

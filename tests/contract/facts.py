@@ -454,7 +454,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "chooses_backends": _says("worker", "__init__", "self.nixl_backends = "),
     "has_host_buffer_layout": _says("worker", "__init__", "self.host_buffer_kv_cache_layout = "),
     "checks_device_again": _says("worker", "register_kv_caches", "if self.device_type == 'tpu'"),
-    "reserves_for_loads": lambda s: "_inflight_prefill_reserved_blocks" in s.core("schedule"),
+    "reserves_for_loads": _says(
+        _SCHEDULER, "Scheduler.schedule", "_inflight_prefill_reserved_blocks"
+    ),
     "tells_of_rejections": lambda s: bool(
         s.method(_completions_module(s), "OpenAIServingCompletion._create_completion")
     ),

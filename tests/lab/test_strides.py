@@ -57,9 +57,8 @@ def test_one_tensor_of_all_layers(lab: Lab, family: Family) -> None:
     spec = replace(_SPEC, family=family, allocation="all_layers")
     _run(lab, spec, spec).must_be("identical")
 
-    patched = replace(spec, patched=True)
-    _run(lab, patched, patched).must_be("identical")
-    _run(lab, spec, patched).must_be("identical")
+    _run(lab, spec.on(), spec.on()).must_be("identical")
+    _run(lab, spec, spec.on()).must_be("identical")
 
 
 @pytest.mark.on(states_layout=True)
