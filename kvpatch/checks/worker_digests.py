@@ -321,24 +321,29 @@ def make_table(release: ReleaseWorker) -> None:
         state.of(CheckMakers)["digests"] = partial(_make_checks, table)
 
 
-def _make_checks(table: DigestTable, release: ReleaseWorker, reader: Reader) -> CheckLoad:
+def _make_checks(table: DigestTable, release: ReleaseWorker, reader: Reader | None) -> CheckLoad:
     """Returns what checks loads by digests, or counts them where it cannot."""
-    state, tensors = worker_state(release.worker), reader.tensors
-    device = next(_all_of(tensors)).device if reader.planes else None
-    of_states = [group.layers for group in reader.groups if group.has_state]
-    has_others = state.is_host_buffered or device is None
-    has_others = has_others or reader.states.keys() != frozenset[str]().union(*of_states)
-    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
-    has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
+    state = worker_state(release.worker)
     state.book.has_digests = True
     state.drop(DigestChecks)
-    if has_others or not can_read_beside(device, reader.caches):
+    if reader is None or state.is_host_buffered or not _covers(reader):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
         return lambda *_: None
     made = DigestChecks(table, reader)
     state.hold(made)
     state.of(StatedTables)[DIGEST] = table.address
     return made.check_load
+
+
+def _covers(reader: Reader) -> bool:
+    """True if digests tell all of a cache: one device's, without states that no group names."""
+    tensors, of_states = reader.tensors, [one.layers for one in reader.groups if one.has_state]
+    if not reader.planes or reader.states.keys() != frozenset[str]().union(*of_states):
+        return False
+    device = next(_all_of(tensors)).device
+    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
+    is_one = all(tensor.device == device for tensor in _all_of(tensors))
+    return is_one and can_read_beside(device, reader.caches)
 
 
 def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -28,7 +28,7 @@ from kvpatch.geometry.plane import HeadName, Memory, Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.load.reader import Reader, RequestContext
+from kvpatch.load.reader import Loads, Reader, RequestContext
 from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
 from kvpatch.observe.catalogue import Way
 from kvpatch.peer.agent_metadata import AgentMetadata
@@ -62,7 +62,8 @@ class HeterogeneousReads:
         thread: moves reads on between the engine's steps; None for the steps alone.
     """
 
-    def __init__(self, worker: Any, reader: Reader) -> None:
+    def __init__(self, worker: Any, loads: Loads, reader: Reader) -> None:
+        self._loads = loads
         self._reader, self._ours, self._groups = reader, reader.ours, reader.groups
         behind = worker_state(worker).held(DeviceCaches)
         copied_to = None if behind is None else behind.device
@@ -150,8 +151,10 @@ class HeterogeneousReads:
             states_plan, self._groups, metadata, request, self._reader.states, rank.states
         )
         is_idle = rest.is_nothing and not len(states())
-        lifetime = self._reader.lifetime_of(
-            metadata.tp_rank, rank.agent, rest.taken, metadata.releases, is_idle=is_idle
+        lifetime = self._loads.lifetime_of(
+            *(metadata.tp_rank, rank.agent, rest.taken, metadata.releases),
+            is_paced=self.thread is not None,
+            is_idle=is_idle,
         )
         to_pool: Sequence[Share] = ()
         whole = self._whole_cross_layer_blocks(metadata, shares, request)

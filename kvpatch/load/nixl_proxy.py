@@ -7,8 +7,8 @@ from time import monotonic
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
-from kvpatch.core.proxies import AgentProxy, ObjectProxy
-from kvpatch.load.reader import Reader, RequestContext
+from kvpatch.core.proxies import AgentProxy
+from kvpatch.load.reader import Loads, Reader, RequestContext
 from kvpatch.peer.other_releases import to_agent, to_engine
 from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lease import HEARTBEAT
@@ -34,55 +34,28 @@ def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, st
     return [(rank, names[rank]) for rank in ranks if rank in names]
 
 
-class RefusingAgent(ObjectProxy):
-    """Fails one load where the release prepares its transfer, in a worker without a reader."""
-
-    def __init__(self, worker: Any, context: RequestContext, refusal: KvpatchError) -> None:
-        super().__init__(worker.nixl_wrapper)
-        self._self_worker = worker
-        self._self_context = context
-        self._self_refusal = refusal
-
-    def make_prepped_xfer(
-        self,
-        operation: str,
-        local_handle: Any,
-        local_indices: Any,
-        remote_handle: Any,
-        remote_indices: Any,
-        notif_msg: bytes = b"",
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Raises:
-        KvpatchError: always; P is told that nobody will read its blocks.
-        """
-        worker, context = self._self_worker, self._self_context
-        ranks = booked_ranks(worker, context.engine_id, remote_handle)
-        tell_over(self.__wrapped__, [agent for _, agent in ranks], notif_msg)
-        if not context.is_refused:
-            worker_state(worker).book.refuse(self._self_refusal)
-            context.is_refused = True
-        raise self._self_refusal
-
-
 class ReadingAgent(AgentProxy):
-    """Prepares the reader's transfers in place of the release's own while the reader reads."""
+    """Has the release's own transfers checked, and prepares kvpatch's in place of some.
 
-    def __init__(self, agent: Any, reader: Reader, worker: Any) -> None:
+    Args:
+        reader: None where the release alone reads.
+    """
+
+    def __init__(self, agent: Any, loads: Loads, reader: Reader | None, worker: Any) -> None:
         super().__init__(agent)
+        self._self_loads = loads
         self._self_reader = reader
         self._self_worker = worker
 
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
         """Keeps what hides addresses of the peer's rank in P's answers."""
         name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
-        self._self_reader.masks[name] = mask_of(metadata)
+        self._self_loads.masks[name] = mask_of(metadata)
         return name
 
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares the read that is wanted, in place of the one that the descriptors name."""
-        with self._self_reader.refusals():
+        with self._self_loads.refusals():
             return self._make_prepped_xfer(*args, **kwargs)
 
     def _make_prepped_xfer(
@@ -96,13 +69,13 @@ class ReadingAgent(AgentProxy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        reader, worker = self._self_reader, self._self_worker
-        context = reader.context
+        loads, reader, worker = self._self_loads, self._self_reader, self._self_worker
+        context = loads.context
         if context is not None:
             notif_msg = to_engine(worker, context.engine_id, notif_msg) or b""
             if context.refusal is not None or context.peer is not None:
                 return self._read(context, remote_handle, notif_msg)
-        for engine_id in tuple(reader.peers):  # handshakes add to it
+        for engine_id in () if reader is None else tuple(reader.peers):  # handshakes add to it
             if booked_ranks(worker, engine_id, remote_handle):
                 raise ReadRefused(
                     f"engine {engine_id} has another geometry, and a transfer with it was prepared "
@@ -114,7 +87,7 @@ class ReadingAgent(AgentProxy):
             ranks = booked_ranks(worker, context.engine_id, remote_handle)
             if len(ranks) == 1:  # else nothing is known of its blocks
                 try:
-                    lifetime = reader.lifetime_of(*ranks[0])
+                    lifetime = loads.lifetime_of(*ranks[0])
                 except ReadRefused:
                     tell_over(self.__wrapped__, [ranks[0][1]], notif_msg)
                     raise
@@ -135,7 +108,8 @@ class ReadingAgent(AgentProxy):
 
     def _read(self, context: RequestContext, handle: Any, notification: bytes) -> OwnRead:
         """Prepares the read of a request; P is told of one that fails, which nobody will read."""
-        reader, made = self._self_reader, self._self_reader.heterogeneous
+        reader = self._self_reader
+        made = None if reader is None else reader.heterogeneous
         ranks = booked_ranks(self._self_worker, context.engine_id, handle)
         try:
             if context.refusal is not None:
@@ -148,7 +122,7 @@ class ReadingAgent(AgentProxy):
             read: OwnRead = made.prepare(self, context, numbers, notification)
             return read
         except KvpatchError:
-            if context.engine_id in reader.peers or context.is_of_smaller:
+            if reader is None or context.engine_id in reader.peers or context.is_of_smaller:
                 tell_over(self.__wrapped__, [agent for _, agent in ranks], notification)
             raise
 
@@ -158,7 +132,7 @@ class ReadingAgent(AgentProxy):
         if told is None:
             return None
         notif_msg = told
-        if self._self_reader.ours.facts.meets_one_rank:  # <= 0.13, of a peer of more ranks
+        if worker_state(self._self_worker).facts.meets_one_rank:  # <= 0.13, of a peer of more ranks
             for names in tuple(self._self_worker._remote_agents.values()):  # handshakes add to it
                 if remote_agent_name in names.values():
                     others = [name for name in names.values() if name != remote_agent_name]
@@ -166,13 +140,13 @@ class ReadingAgent(AgentProxy):
         now = monotonic()
         found = self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
         if notif_msg.startswith(HEARTBEAT):
-            self._self_reader.leases.beat(remote_agent_name, now)
+            self._self_loads.leases.beat(remote_agent_name, now)
         return found
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
         """Returns NIXL's notifications, without those that would end the release's engine."""
         found = self.__wrapped__.get_new_notifs(*args, **kwargs)
-        return self._self_reader.understood(found) if found else found
+        return self._self_loads.understood(found) if found else found
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(handle, OwnRead):
@@ -191,18 +165,18 @@ class ReadingAgent(AgentProxy):
 
     def stop_reading(self) -> None:
         """Ends the thread of this worker's reads."""
-        thread = self._self_reader.thread
-        if thread is not None:
-            thread.stop()
+        reader = self._self_reader
+        if reader is not None and reader.thread is not None:
+            reader.thread.stop()
 
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
 
         The next read has the thread start again (0.33 registers anew when it wakes up).
         """
-        thread = self._self_reader.thread
-        if thread is not None:
-            thread.rest()
+        reader = self._self_reader
+        if reader is not None and reader.thread is not None:
+            reader.thread.rest()
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:

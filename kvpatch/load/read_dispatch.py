@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from kvpatch.geometry.segments import BlockList, kernel_blocks
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.read_request import ReorderedLoads
-from kvpatch.load.reader import Reader, RequestContext
+from kvpatch.load.reader import Loads, Reader, RequestContext
 from kvpatch.load.token_pairing import blocks_to_end, window_end
 from kvpatch.worker.kv_cache_groups import (
     Group,
@@ -45,21 +45,22 @@ _ON_IN_SCHEDULER = "set ENABLE_KVPATCH for the scheduler's process too"
 def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     """While inside, the release prepares a request's transfers, and they are what they must be."""
     state = worker_state(worker)
-    reader, facts = state.held(Reader), state.facts
+    loads, facts = state.held(Loads), state.facts
     read_request.restore_remote_blocks(meta, facts)
     engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
     context = RequestContext(request_id, engine_id, request)
     blocks = NamedBlocks(worker, context, meta)
-    with ExitStack() as inside:
-        if reader is not None and request is not None:
-            if request.is_read_back:  # else P states null, and typed proxies 0.0
-                context.expires = read_request.stated_end(worker, engine_id, meta, facts)
-            if reader.check_makers:
-                context.is_as_read = blocks.smaller is None and not _is_remade(worker, engine_id)
-                for check_load in reader.check_makers:
-                    check_load(context, request)
-        if reader is not None:
-            inside.enter_context(replaced(reader, context=context))
+    if loads is None:  # nothing is registered that could be read into
+        yield
+        return
+    if request is not None:
+        if request.is_read_back:  # else P states null, and typed proxies 0.0
+            context.expires = read_request.stated_end(worker, engine_id, meta, facts)
+        if loads.check_makers:
+            context.is_as_read = blocks.smaller is None and not _is_remade(worker, engine_id)
+            for check_load in loads.check_makers:
+                check_load(context, request)
+    with replaced(loads, context=context):
         try:
             if context.refusal is None:
                 blocks.choose(context)
@@ -68,11 +69,6 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         if context.refusal is not None:
             context.is_of_smaller = blocks.smaller is not None
             blocks.name_preparable()
-            if reader is None:
-                from kvpatch.load.nixl_proxy import RefusingAgent
-
-                agent = RefusingAgent(worker, context, context.refusal)
-                inside.enter_context(replaced(worker, nixl_wrapper=agent))
         yield
 
 

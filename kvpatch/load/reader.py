@@ -1,4 +1,4 @@
-"""The state of one worker's reads, and the checks of those that vLLM makes itself.
+"""The state of one worker's loads, and of the reads that kvpatch makes for them.
 
 vLLM reads from peers like this engine itself. What reads from all others is made when the first of
 them shakes hands (``heterogeneous_reads``), and not imported before. Patches hand in what makes the
@@ -87,7 +87,10 @@ CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
 
 
 class CheckMakers(dict[str, Callable[[Any, Any], CheckLoad]]):
-    """The makers of one worker's checks, by patch; each takes the ``ReleaseWorker`` and reader."""
+    """The makers of one worker's checks, by patch.
+
+    Each takes the ``ReleaseWorker`` and the :class:`Reader`; None where there is none.
+    """
 
 
 #: Failed checks that nobody has taken; where nobody does the oldest go.
@@ -95,8 +98,95 @@ _MOST_FAILED = 65536
 
 
 @dataclass(eq=False, repr=False)
+class Loads:
+    """The state of one worker's loads and of their checks, whatever its cache is and who reads.
+
+    Attributes:
+        leases: how long peers keep the blocks that are to be read.
+        understood: notifications by sender -> those that the release can take.
+        context: the request that vLLM prepares transfers for; None outside one.
+        masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
+        check_makers: give each load the makers of its reads' checks.
+        failed_checks: names of requests whose loads a check has failed, on any thread.
+    """
+
+    leases: Leases
+    understood: Callable[[Any], Any]
+    book: Book
+    context: RequestContext | None = None
+    masks: RecentEngines[int] = field(default_factory=RecentEngines)
+    check_makers: tuple[CheckLoad, ...] = ()
+    failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts refusals while inside; those of a request that reads from many ranks once."""
+        try:
+            yield
+        except KvpatchError as error:
+            context = self.context
+            if context is None or not context.is_refused:
+                self.book.refuse(error)
+            if context is not None:
+                context.is_refused = True
+                if isinstance(error, UnlikePrompts | UnpairableBlocks | AnswerGone):
+                    self.failed_checks.append(context.request_id)
+            raise
+
+    def lifetime_of(
+        self,
+        number: int,
+        agent: str,
+        taken: frozenset[HeadName] | None = None,
+        releases: Sequence[str] = (),
+        *,
+        is_paced: bool = False,
+        is_idle: bool = False,
+    ) -> Lifetime:
+        """Returns what checks a read of a rank, and the lease of its blocks.
+
+        What the read finds of the blocks stands in the metrics, and fails as a check's.
+
+        Args:
+            taken, is_paced, is_idle: as of a :class:`Lifetime`.
+            releases: that the peer may be of; none where it is this worker's.
+        """
+        context = self.context
+        if context is None:
+            return Lifetime()
+        found = Lifetime(
+            self._lease(context, agent, releases),
+            context.request_id,
+            agent,
+            number,
+            self.masks.get(agent),
+            fail_check=partial(self.failed_checks.append, context.request_id),
+            is_paced=is_paced,
+            taken=taken,
+            is_idle=is_idle,
+        )
+        for make in context.checks:  # P's answer may be of an engine with fewer ranks
+            check = make(found)
+            found.checks += () if check is None else (check,)
+        if is_idle:
+            return Lifetime()
+        self.book.watch(context.request_id, found)
+        return found
+
+    def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
+        if context.expires is not None:
+            return Lease(context.expires)
+        request, leases = context.request, self.leases.at(releases)
+        if request is None:
+            return Lease()
+        return leases.lease(agent, request.arrived, is_read_back=request.is_read_back)
+
+
+@dataclass(eq=False, repr=False)
 class Reader:
-    """The state of one worker's reads.
+    """The geometry of one worker's cache, and the peers that kvpatch reads into it from.
+
+    A worker has one where its cache can be read into.
 
     Attributes:
         tensors: that reads fill.
@@ -105,16 +195,10 @@ class Reader:
         device: of what is registered with NIXL, and of the staging pool.
         states: the pages of layers with recurrent state, where they really lie.
         mode: ``auto``, ``direct`` or ``staged``, for heterogeneous reads.
-        leases: how long peers keep the blocks that are to be read.
-        understood: notifications by sender -> those that the release can take.
         cross_layer: what is registered, where blocks are cross-layer blocks.
         caches: places the bytes where `tensors` only stand for those of the device.
         peers: peers of another geometry, by engine id.
         heterogeneous: the ``HeterogeneousReads`` of these; None before the first shakes hands.
-        context: the request that vLLM prepares transfers for; None outside one.
-        masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
-        check_makers: give each load the makers of its reads' checks.
-        failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 
     ours: LocalGeometry
@@ -124,17 +208,10 @@ class Reader:
     device: torch.device
     states: Mapping[str, StatePages]
     mode: str
-    leases: Leases
-    understood: Callable[[Any], Any]
-    book: Book
     cross_layer: RegisteredCrossLayerBlocks | None = None
     caches: Caches | StoragelessCaches | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
     heterogeneous: Any = None
-    context: RequestContext | None = None
-    masks: RecentEngines[int] = field(default_factory=RecentEngines)
-    check_makers: tuple[CheckLoad, ...] = ()
-    failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
     _unbooked: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -164,65 +241,3 @@ class Reader:
     def is_for_all(self) -> bool:
         """True if kvpatch must read identical peers too: vLLM was shown stand-in tensors."""
         return self.layers is not self.ours.layers
-
-    @contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Counts refusals while inside; those of a request that reads from many ranks once."""
-        try:
-            yield
-        except KvpatchError as error:
-            context = self.context
-            if context is None or not context.is_refused:
-                self.book.refuse(error)
-            if context is not None:
-                context.is_refused = True
-                if isinstance(error, UnlikePrompts | UnpairableBlocks | AnswerGone):
-                    self.failed_checks.append(context.request_id)
-            raise
-
-    def lifetime_of(
-        self,
-        number: int,
-        agent: str,
-        taken: frozenset[HeadName] | None = None,
-        releases: Sequence[str] = (),
-        *,
-        is_idle: bool = False,
-    ) -> Lifetime:
-        """Returns what checks a read of a rank, and the lease of its blocks.
-
-        What the read finds of the blocks stands in the metrics, and fails as a check's.
-
-        Args:
-            taken, is_idle: as of a :class:`Lifetime`.
-            releases: that the peer may be of; none where it is this worker's.
-        """
-        context = self.context
-        if context is None:
-            return Lifetime()
-        found = Lifetime(
-            self._lease(context, agent, releases),
-            context.request_id,
-            agent,
-            number,
-            self.masks.get(agent),
-            fail_check=partial(self.failed_checks.append, context.request_id),
-            is_paced=self.thread is not None and taken is not None,
-            taken=taken,
-            is_idle=is_idle,
-        )
-        for make in context.checks:  # P's answer may be of an engine with fewer ranks
-            check = make(found)
-            found.checks += () if check is None else (check,)
-        if is_idle:
-            return Lifetime()
-        self.book.watch(context.request_id, found)
-        return found
-
-    def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
-        if context.expires is not None:
-            return Lease(context.expires)
-        request, leases = context.request, self.leases.at(releases)
-        if request is None:
-            return Lease()
-        return leases.lease(agent, request.arrived, is_read_back=request.is_read_back)

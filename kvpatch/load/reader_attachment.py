@@ -1,8 +1,7 @@
-"""Reads the tensors that a worker is handed, and gives it the reader that fills them."""
+"""Reads the tensors that a worker is handed; has its loads checked, and its cache read into."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.load.nixl_proxy import ReadingAgent
-from kvpatch.load.reader import CheckMakers, Reader
+from kvpatch.load.reader import CheckMakers, Loads, Reader
 from kvpatch.peer.agent_metadata import places_digest
 from kvpatch.peer.block_shapes import heads_of, kv_split_of, tokens_of
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
@@ -36,8 +35,6 @@ from kvpatch.worker.vllm_bugs import (
     mend_block_size,
     refuse_steps_under_way,
 )
-
-_LOG = logging.getLogger("kvpatch.stale_blocks")
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
@@ -154,39 +151,61 @@ _READ_BACK_SECONDS = 480
 def attach_reader(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
 ) -> None:
-    """Gives a worker its reader, where its cache is one that can be read into."""
+    """Has a worker's loads checked, and gives it its reader if its cache can be read into."""
     worker = release.worker
     is_misread = own.cache is not None and mend_block_size(release, own.cache[0])
     if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
-    if not can_read(release, own) or own.cache is None or own.behind is None:
-        if state.held(RegisteredCrossLayerBlocks) is not None:
-            raise RegistrationRefused(
-                "kvcached's contiguous layout cannot be read into here (context parallelism, "
-                "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
-                "states that are not one behind the other)",
-                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
-            )
-        is_producer = worker.vllm_config.kv_transfer_config.kv_role == "kv_producer"
-        if "stale_blocks" in state.of(CheckMakers) and not is_producer:
-            _LOG.warning(
-                "loads are not checked for stale blocks: kvpatch does not read into this cache"
-            )
-        return
     agent = worker.nixl_wrapper
     if isinstance(agent, ReadingAgent):  # of an earlier registration
         agent.stop_reading()
         agent = agent.__wrapped__
     else:
         agent = AgentProxy(agent)
+    loads = Loads(
+        leases_of(worker, release.facts),
+        Notifications(worker, release.facts).understood,
+        state.book,
+    )
+    reader = _reader_of(release, kv_caches, own, is_misread=is_misread)
+    makers = state.of(CheckMakers).values()
+    loads.check_makers = tuple(make(release, reader) for make in makers)
+    state.hold(loads)
+    worker.nixl_wrapper = ReadingAgent(agent, loads, reader, worker)
+    if reader is not None:
+        state.hold(reader.ours)
+        state.hold(reader)
+        watch_divided_blocks(worker, release.facts)
+        release.admit_larger_blocks()
+
+
+def _reader_of(
+    release: ReleaseWorker,
+    kv_caches: Mapping[str, Any],
+    own: InspectedCaches,
+    *,
+    is_misread: bool,
+) -> Reader | None:
+    """Returns a worker's reader; None where its cache cannot be read into."""
+    state = worker_state(release.worker)
+    blocks = state.held(RegisteredCrossLayerBlocks)
+    if not can_read(release, own) or own.cache is None or own.behind is None:
+        if blocks is not None:
+            raise RegistrationRefused(
+                "kvcached's contiguous layout cannot be read into here (context parallelism, "
+                "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
+                "states that are not one behind the other)",
+                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+            )
+        return None
     ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
     layers, groups, _ = own.cache
-    behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
+    behind = state.held(DeviceCaches)
     filled, mode = ours.layers if blocks is None else layers, settings.transfer_mode()
     if behind is not None:  # the device's cache behind what is registered
         blocks, filled, mode = None, own.behind[0], "staged"
-    reader = Reader(
+    return Reader(
         ours,
         groups,
         kv_caches if behind is None else behind.tensors,
@@ -194,19 +213,9 @@ def attach_reader(
         kv_caches[next(iter(layers))].device,
         own.states,
         mode,
-        leases_of(worker, release.facts),
-        Notifications(worker, release.facts).understood,
-        state.book,
         cross_layer=blocks,
         caches=None if behind is None else behind.caches,
     )
-    makers = state.of(CheckMakers).values()
-    reader.check_makers = tuple(make(release, reader) for make in makers)
-    state.hold(ours)
-    state.hold(reader)
-    worker.nixl_wrapper = ReadingAgent(agent, reader, worker)
-    watch_divided_blocks(worker, release.facts)
-    release.admit_larger_blocks()
 
 
 def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:

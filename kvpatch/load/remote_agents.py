@@ -18,7 +18,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.read_request import note_peer
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Loads, Reader
 from kvpatch.load.reader_attachment import blocks_undivided
 from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.decision import Decision, LocalCache, Read
@@ -273,14 +273,14 @@ class Handshake:
     def _add_heterogeneous(self, rank: RemoteRank) -> Any:
         from kvpatch.load.heterogeneous_reads import HeterogeneousReads  # of no like pair
 
-        reader = self.state.held(Reader)
-        if reader is None:
+        loads, reader = self.state.held(Loads), self.state.held(Reader)
+        if loads is None or reader is None:
             raise PeerRefused(
                 "a worker registered its caches anew in the middle of a handshake",
                 "send the request again",
             )
         if reader.heterogeneous is None:
-            reader.heterogeneous = HeterogeneousReads(self.worker, reader)
+            reader.heterogeneous = HeterogeneousReads(self.worker, loads, reader)
         peer = rank.metadata
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)

@@ -7,8 +7,9 @@ Why:
     late; D reports the load as received, and answers with HTTP 200 from another prompt's keys
     and values.
 Where:
-    Schedulers and workers of both sides; like pairs too. Of a P without kvpatch D counts the
-    lease by its own clock (``transfer/lease.py``), on every release.
+    Schedulers and workers of both sides, like pairs and caches that vLLM alone reads included. Of
+    a P without kvpatch D counts the lease by its own clock (``transfer/lease.py``), on every
+    release.
 How:
     Each worker of P registers a small table in host memory. When a request that D will read gets
     its blocks, the scheduler draws a word that no other request ever had, the workers write it
@@ -44,7 +45,7 @@ from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.prompt_hashes import lacks_images
 from kvpatch.load.read_request import HOLD, held_tokens
-from kvpatch.load.reader import CheckMakers, Reader
+from kvpatch.load.reader import CheckMakers, Loads
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, amend, around, hear
 from kvpatch.worker.envelope import (
@@ -166,8 +167,8 @@ def _answer(connector: Any, request: Any, block_ids: Any) -> Callable[[Any], Any
 
 def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
     """Adds to the blocks that could not be loaded the names of requests that failed a check."""
-    reader = worker_state(connector.connector_worker).held(Reader)
-    names = () if reader is None else reader.failed_checks
+    loads = worker_state(connector.connector_worker).held(Loads)
+    names = () if loads is None else loads.failed_checks
     if not names:
         return blocks
     return blocks.union(names.popleft() for _ in range(len(names)))

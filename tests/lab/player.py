@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import kvpatch
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.host_buffer.worker import HostBuffer
@@ -128,6 +130,10 @@ class Player(Engine):
         (tracked,) = (t for t in self.tracked if t.request.request_id == name)
         for array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
+        if self.spec.is_mirrored:  # D reads the mirror
+            for worker in self.workers:
+                for mirror in release.nixl_of(worker).connector_worker.host_xfer_buffers.values():
+                    mirror.view(torch.uint8).bitwise_xor_(1)
 
     def digest_while_computing(self, first: Prompt, second: Prompt) -> str:
         """Answers a prompt in the step before the model computes another, as long as that takes.

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import HOLD as FIELD
 
-from .case import EngineSpec
+from .case import MIRRORED, EngineSpec
 from .engine_api import Ask, Left, Prompt
 from .host import Lab
 from .selection import in_turns
@@ -362,6 +363,71 @@ def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab
     assert_identical(decode, [good], loaded(good, lab.release))
     # The rank that was read keeps its part in the release's books.
     assert replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before
+
+
+# -- caches that kvpatch does not read into: the release alone reads, and what it reads is checked
+
+_COMPRESSED = ("compressed", "compressed indexer", "window of latents", "compressor")
+_UNREAD = {
+    "deepseek-v4": EngineSpec(
+        "mla",
+        "BLHNC",
+        block_tokens=256,
+        planned_blocks=160,
+        layers=4,
+        head_dim=64,
+        kinds=_COMPRESSED,
+        has_own_tables=True,
+    ),
+    "summaries": EngineSpec(
+        layout="BLHNC", block_tokens=64, planned_blocks=60, kinds=("", "summary")
+    ),
+    "the release's mirror": replace(SPEC, device=MIRRORED, own_scheduler=True),
+    "shared layers": replace(SPEC, sharing_layers=1),
+    "context parallelism": replace(SPEC, contexts=2, tp_size=2),
+}
+
+
+def _has(release: str, cache: str) -> bool:
+    facts = FACTS[release]
+    if cache == "the release's mirror":
+        return facts.has_host_buffer_layout
+    if cache == "context parallelism":
+        return facts.context_sizes
+    if cache == "shared layers" and Version("0.18") <= Version(release) < Version("0.24"):
+        return False  # stock does not register them
+    since = {"deepseek-v4": "0.30", "summaries": "0.30"}.get(cache, "0")
+    return Version(release) >= Version(since)
+
+
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+@pytest.mark.parametrize("cache", _UNREAD)
+def test_stale_blocks_of_caches_that_the_release_alone_reads(
+    stage: Stage, lab: Lab, cache: str
+) -> None:
+    if not _has(lab.release, cache):
+        pytest.skip("this release has no such cache, or lays it out in the model's runner")
+    spec = _UNREAD[cache]
+    is_compared = spec.contexts == 1
+    decode = stage.decode(spec)
+    for patched in (True, False):
+        actor = prefill(stage, spec, patched=patched)
+        introduce(decode, stage.prompts(1, 300), actor)
+        prompt, ask = Scene(stage, lab.release, {}, decode).stale(actor)
+        decode.ask(ask)
+        if patched:
+            decode.must_fail(prompt)
+        else:  # the negative control
+            decode.must_receive(prompt)
+            wrong, total = decode.wrong(prompt)
+            assert (wrong, total > 0) == (total, is_compared)
+
+        prompt = stage.prompt(300)
+        decode.ask(*actor.compute(prompt))
+        decode.must_receive(prompt)
+        wrong, total = decode.wrong(prompt)
+        assert (wrong, total > 0) == (0, is_compared)
+        assert actor.heard([prompt]) == names([prompt])
 
 
 # -- sleep mode: what NIXL was handed is let go of, and handed to it again ----------------------

@@ -16,7 +16,7 @@ from kvpatch.core.errors import (
     UnpairableBlocks,
 )
 from kvpatch.load.prompt_hashes import FIELD
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Loads
 from kvpatch.observe.book import Book
 from kvpatch.patches import stale_blocks
 from kvpatch.worker.state import worker_state
@@ -27,7 +27,7 @@ RUNNING = SimpleNamespace(name="RUNNING")
 
 def connector(*names: str) -> Any:
     worker = SimpleNamespace()
-    worker_state(worker).kept[Reader] = SimpleNamespace(failed_checks=deque(names))
+    worker_state(worker).kept[Loads] = SimpleNamespace(failed_checks=deque(names))
     return SimpleNamespace(connector_worker=worker)
 
 
@@ -40,7 +40,7 @@ def test_what_p_no_longer_holds_is_computed(kind: type[KvpatchError], named: boo
     reader = SimpleNamespace(book=Book(), failed_checks=deque())
     reader.context = SimpleNamespace(is_refused=False, request_id="a")
     for _ in range(2):  # it may read from several ranks
-        with pytest.raises(kind), Reader.refusals(reader):
+        with pytest.raises(kind), Loads.refusals(reader):
             raise kind("gone", "send it to P again")
     assert set(reader.failed_checks) == ({"a"} if named else set())
 

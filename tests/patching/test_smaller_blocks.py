@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ from kvpatch.core.errors import PeerRefused, ReadRefused, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.segments import BlockList, kernel_blocks
+from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.read_dispatch import Blocks, remote_slice, request_read
 from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Loads
 from kvpatch.peer.decision import decide
 from kvpatch.peer.unread_caches import UnreadCache, why_misread
+from kvpatch.transfer.checked_transfer import CheckedTransfer
+from kvpatch.transfer.lease import Leases
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.state import worker_state
 
@@ -121,7 +125,11 @@ def _worker(dcp_size: int = 1) -> Any:
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         ),
     )
-    worker_state(found).facts = FACTS["0.32.0"]
+    state = worker_state(found)
+    state.facts = FACTS["0.32.0"]
+    loads = Loads(Leases(), lambda notifications: notifications, state.book)
+    state.hold(loads)
+    found.nixl_wrapper = ReadingAgent(found.nixl_wrapper, loads, None, found)
     return found
 
 
@@ -152,7 +160,7 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told(
 ) -> None:
     """It names as many blocks as have the release prepare a transfer."""
     worker = _worker(dcp_size=context_ranks)
-    own, booked = worker.nixl_wrapper, worker.transfer_topo.get_engine_info("P")
+    own, booked = worker.nixl_wrapper.__wrapped__, worker.transfer_topo.get_engine_info("P")
     worker.block_size, worker._physical_blocks_per_logical_kv_block = ours
     booked.remote_block_size, booked.remote_physical_blocks_per_logical = theirs
     spec = SimpleNamespace(kv_cache_specs=None)
@@ -163,7 +171,6 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told(
         count = len(meta.remote.block_ids[0])
         with pytest.raises(ReadRefused, match=reason):
             worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0] * count, b"req:1")
-    assert worker.nixl_wrapper is own
     assert own.told == [("agent of P", b"req:1")]
     assert count == named
 
@@ -175,15 +182,8 @@ def test_a_refused_load_keeps_lists_that_the_release_alone_pairs(theirs: list[in
     worker.dst_region_group_ids, worker.region_group_ids = {"P": theirs}, [0, 0, 0]
     worker.transfer_topo.get_engine_info("P").remote_block_size = 64
     refusal = ReadRefused("made up", "nothing")
-    reader = Reader.__new__(Reader)
-    vars(reader).update(
-        ours=SimpleNamespace(kernel_blocks_per_block=1),
-        check_makers=[lambda context, _: setattr(context, "refusal", refusal)],
-        groups=_ATTENTION,
-        peers={},
-        context=None,
-    )
-    worker_state(worker).hold(reader)
+    loads = worker_state(worker).of(Loads)
+    loads.check_makers = (lambda context, _: setattr(context, "refusal", refusal),)
 
     with request_read(worker, "request", meta):
         kept = meta.remote.block_ids
@@ -223,15 +223,14 @@ def test_a_part_of_unlike_regions(
         ]
     )
     worker.transfer_topo.get_engine_info("P").remote_block_size = 64
-    own = worker.nixl_wrapper
 
     with request_read(worker, "request", meta):
-        agent = worker.nixl_wrapper
+        prepare = partial(worker.nixl_wrapper.make_prepped_xfer, "READ", 1, [0], "handle", [0])
         if is_refused:
             with pytest.raises(UnlikePrompts, match="other cache groups"):
-                agent.make_prepped_xfer("READ", 1, [0], "handle", [0], b"req:1")
+                prepare(b"req:1")
         else:
-            assert agent is own
+            assert isinstance(prepare(b"req:1"), CheckedTransfer)
 
 
 # --- a peer ---------------------------------------------------------------------
