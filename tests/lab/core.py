@@ -92,7 +92,9 @@ class CoreScheduler:
 
     def seed(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
         """Takes a prompt of this engine's own, whose blocks the prefix cache keeps."""
-        return self._add(number, request_id, prompt_tokens, None)
+        tracked = self._add(number, request_id, prompt_tokens, None)
+        self.note_windows(tracked, prompt_tokens)
+        return tracked
 
     def receive(
         self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any]

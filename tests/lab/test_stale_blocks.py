@@ -430,6 +430,15 @@ def test_stale_blocks_of_caches_that_the_release_alone_reads(
         assert actor.heard([prompt]) == names([prompt])
 
 
+@pytest.mark.on(since="0.32")
+def test_d_computes_a_load_of_compressed_caches_that_fails(stage: Stage) -> None:
+    spec = replace(_UNREAD["deepseek-v4"], own_scheduler=True, load_failure_policy="fail")
+    decode = stage.decode(spec)
+    prompt = _lose(stage, spec, decode, "gone")
+    _assert_computed(decode, prompt)
+    _assert_nothing_wrong_is_cached(decode, prompt)
+
+
 # -- sleep mode: what NIXL was handed is let go of, and handed to it again ----------------------
 
 _SLEEPS = pytest.mark.on(since="0.33")
