@@ -35,7 +35,7 @@ def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, st
 
 
 class ReadingAgent(AgentProxy):
-    """Has the release's own transfers checked, and prepares kvpatch's in place of some.
+    """Puts checks around the release's own transfers, and prepares kvpatch's in place of some.
 
     Args:
         reader: None where the release alone reads.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
@@ -102,7 +102,7 @@ class Loads:
     """The state of one worker's loads and of their checks, whatever its cache is and who reads.
 
     Attributes:
-        leases: how long peers keep the blocks that are to be read.
+        find_leases: returns how long peers keep the blocks that are to be read.
         understood: notifications by sender -> those that the release can take.
         context: the request that vLLM prepares transfers for; None outside one.
         masks: by NIXL's name of a rank, the mask of its addresses in P's answers.
@@ -110,13 +110,17 @@ class Loads:
         failed_checks: names of requests whose loads a check has failed, on any thread.
     """
 
-    leases: Leases
+    find_leases: Callable[[], Leases]
     understood: Callable[[Any], Any]
     book: Book
     context: RequestContext | None = None
     masks: RecentEngines[int] = field(default_factory=RecentEngines)
     check_makers: tuple[CheckLoad, ...] = ()
     failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
+
+    @cached_property
+    def leases(self) -> Leases:
+        return self.find_leases()
 
     @contextmanager
     def refusals(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, lcm
 from typing import Any
 
@@ -164,7 +165,7 @@ def attach_reader(
     else:
         agent = AgentProxy(agent)
     loads = Loads(
-        leases_of(worker, release.facts),
+        partial(leases_of, worker, release.facts),
         Notifications(worker, release.facts).understood,
         state.book,
     )

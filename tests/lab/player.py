@@ -16,7 +16,7 @@ import torch
 import kvpatch
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.host_buffer.worker import HostBuffer
-from kvpatch.load.reader import Reader
+from kvpatch.load.reader import Loads, Reader
 from kvpatch.transfer import staging_pool
 
 from . import backend_shapes, channel, digest_faults, release, standins
@@ -477,9 +477,9 @@ class Player(Engine):
 
     def beaten(self) -> int:
         """To how many ranks of peers the first worker knows that heartbeats have gone."""
-        reader = _reader_of(self._inner_workers()[0])
-        assert reader is not None
-        return sum(beats._run[1] > 0 for beats in reader.leases._heartbeats.values())
+        loads = _held(self._inner_workers()[0], Loads)
+        assert loads is not None
+        return sum(beats._run[1] > 0 for beats in loads.leases._heartbeats.values())
 
     def _parts(self, name: str) -> set[str]:
         """What the release may say is broken: a request, or some of its blocks."""
@@ -723,7 +723,8 @@ class Player(Engine):
             if reader is not None:
                 made = reader.heterogeneous
                 staging += 0 if made is None else made.pool.taken_bytes
-                reading |= reader.context is not None
+            loads = _held(worker, Loads)
+            reading |= loads is not None and loads.context is not None
         return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
 
     def _has_lost(self) -> bool:
@@ -820,9 +821,13 @@ def _handles(agent: Any) -> int:
 
 
 def _reader_of(worker: Any) -> Any:
-    """kvpatch's state of a worker; None where it is off."""
+    return _held(worker, Reader)
+
+
+def _held(worker: Any, kind: type) -> Any:
+    """kvpatch's object of a kind of a worker's; None where it is off."""
     try:
         from kvpatch.worker.state import worker_state
     except ImportError:
         return None
-    return worker_state(worker).held(Reader)
+    return worker_state(worker).held(kind)

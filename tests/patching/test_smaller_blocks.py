@@ -127,7 +127,7 @@ def _worker(dcp_size: int = 1) -> Any:
     )
     state = worker_state(found)
     state.facts = FACTS["0.32.0"]
-    loads = Loads(Leases(), lambda notifications: notifications, state.book)
+    loads = Loads(Leases, lambda notifications: notifications, state.book)
     state.hold(loads)
     found.nixl_wrapper = ReadingAgent(found.nixl_wrapper, loads, None, found)
     return found
