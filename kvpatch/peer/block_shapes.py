@@ -148,8 +148,8 @@ def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.tp_size == ours.tp_size or not ours.has_heads:
         return False
     least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
-    if peer.tp_size > ours.tp_size:
-        return peer.tp_size >= least
+    if peer.tp_size > ours.tp_size:  # of a model with states it takes one, and reads it rightly
+        return peer.tp_size >= least and not ours.states
     if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
         return False
     return peer.tp_size < least  # else the release takes both for holders of one head a rank

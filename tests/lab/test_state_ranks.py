@@ -120,6 +120,19 @@ def test_shared_heads(lab: Lab, ranks: tuple[int, int]) -> None:
     _expect_identical(lab, _ours(replace(case, prefill=p, decode=d)))
 
 
+@pytest.mark.on(since="0.20")  # else: has no such ranks
+@pytest.mark.parametrize(("ranks", "heads"), [((2, 1), 1), ((4, 2), 2), ((4, 1), 2)])
+def test_shared_heads_of_blocks_alike(lab: Lab, ranks: tuple[int, int], heads: int) -> None:
+    """Stock refuses P's ranks beyond the heads, but not of a model with states: it reads them."""
+    case = _case(lab, ranks, "mamba2")
+    p, d = (replace(side, kv_heads=heads) for side in (case.prefill, case.decode))
+    case = replace(case, prefill=p, decode=d)
+
+    ours, stock = _expect_identical(lab, _ours(case)), lab.run(case.stock())
+
+    assert replace(ours, seconds=0.0) == replace(stock, seconds=0.0)
+
+
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (64, 128)])
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 def test_latents_beside_states(lab: Lab, ranks: tuple[int, int], sizes: tuple[int, int]) -> None:
