@@ -23,7 +23,8 @@ Upstream:
     vLLM #51505 and its siblings.
 Limits:
     That a client may name the blocks of other requests is vLLM's design
-    (docs/explanation/security.md). Behind a MultiConnector the scheduler alone checks.
+    (docs/explanation/security.md). Behind a MultiConnector, or vLLM's Rust front end, the scheduler
+    alone checks.
 Remove when:
     The connector checks what it is sent.
 """
