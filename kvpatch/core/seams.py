@@ -214,6 +214,8 @@ finish_requests = _at(_CORE, "finish_requests", "request_ids", "finished_status"
 connector_finished = _at(_CORE, "_connector_finished", "request")
 #: Where vLLM's scheduler hears what a step has come to.
 update_from_output = _at(_CORE, "update_from_output", "scheduler_output", "model_runner_output")
+#: Where vLLM's scheduler fails requests that its workers report as failed (from 0.30).
+handle_failed_recving = _at(_CORE, "_handle_failed_recving", "failed_req_ids")
 #: A step of vLLM's scheduler.
 schedule = _at(_CORE, "schedule", _if("throttles_prefills", "throttle_prefills"))
 #: Where vLLM's scheduler hears what its workers have sent and received.

@@ -132,8 +132,12 @@ def _handshake_with_the_living(
 
 
 def _pop_done_or_leave_waiting(wrapped: Wrapped, instance: Any, transfers: dict[str, Any]) -> Any:
+    state = worker_state(instance)
+
     def failed(req_id: str) -> None:
-        leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
+        if state.facts.keeps_load_metadata:
+            instance._recving_metadata.pop(req_id, None)
+        leave_waiting(state.of(StuckLoads), req_id, "its read broke off")
 
     return pop_one_by_one(instance, wrapped, transfers, failed)
 

@@ -210,14 +210,13 @@ def _blocks_that_run(core: Any) -> set[int]:
     return set[int]().union(*found) - {0}
 
 
-def compute_failed_again(core: Any, output: Any) -> None:
-    """Does so on releases that report requests as failed (from 0.30).
+def _handle_failed_recving(wrapped: Wrapped, instance: Any, failed_req_ids: set[str]) -> Any:
+    """Fails no request that is computed, on releases that report requests as failed (from 0.30).
 
-    They report with the last of a request's ranks, which may be steps after the first.
+    They report with the last of a request's ranks, which may be steps after the first. Connectors
+    beside NIXL's hear of the failure as reported: HiSparse's takes what has not failed for good.
     """
-    compute_again(core, output)
-    if output.failed_recving:
-        output.failed_recving = output.failed_recving - core.failed_recving_kv_req_ids
+    return wrapped(failed_req_ids - instance.failed_recving_kv_req_ids)
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
@@ -237,9 +236,9 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if settings.on_failed_check() == "recompute":
         named = Step(amend, name_requests)
         found[seams.get_block_ids_with_load_errors(facts)] = named
-        reports = facts.failed_loads == "as failed"
-        heard = compute_failed_again if reports else compute_again
-        found[seams.update_from_output(facts)] = Step(hear, heard)
+        found[seams.update_from_output(facts)] = Step(hear, compute_again)
+        if facts.failed_loads == "as failed":
+            found[seams.handle_failed_recving(facts)] = _handle_failed_recving
     return found | dict.fromkeys(seams.request_finished(facts), Step(answer, _answer))
 
 

@@ -159,7 +159,11 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
         return False
     planned = state.of(read_request.PlannedLoads)
     _, held = read_request.loaded_tokens(scheduler, request, state.facts, planned)
-    told = str(params["remote_engine_id"]), held, read_request.groups(params["remote_block_ids"])
+    told = (
+        str(params["remote_engine_id"]),
+        held,
+        read_request.groups(params.get("remote_block_ids") or ()),
+    )
     is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
     if is_kept and state.facts.failed_loads != "as failed":
         read_request.leave_unread(scheduler, request, state.facts)

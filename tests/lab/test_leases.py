@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
 
 from .case import PEER_BLOCK_SIZE
 from .engine_api import Prompt
@@ -91,6 +92,22 @@ def test_a_load_that_ends_before_it_is_served(scene: Scene, kind: str) -> None:
 
     assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
     _wait_before(scene, 0.0)
+
+
+@pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
+def test_who_switches_the_check_off_has_no_clock_either(stage: Stage, lab: Lab, kind: str) -> None:
+    on = tuple(slug for slug in SLUGS if slug != "stale_blocks")
+    actor = prefill(stage, UNLIKE[kind], patched=False)
+    decode = stage.decode(replace(SPEC, patched=True, patches=on))
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    scene = Scene(stage, lab.release, {}, decode)
+    _load_one(scene, actor)
+    prompt, ask = scene.fresh(actor)
+    _wait_before(scene, _TOO_LONG)
+
+    decode.ask(ask)
+
+    assert_identical(decode, [prompt], loaded(prompt, lab.release))
 
 
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are

@@ -125,7 +125,10 @@ def test_who_waits_for_no_load_is_left_alone(statuses: dict[str, Any]) -> None:
 def test_a_rank_that_is_through_later_does_not_fail_it_after_all() -> None:
     """From 0.30 a request is reported as failed once all its ranks are through."""
     scheduler = core(a=WAITING, b=WAITING)
-    stale_blocks.compute_failed_again(scheduler, output({10, "a"}))
+    stale_blocks.compute_again(scheduler, output({10, "a"}))
+    failed: list[set[str]] = []
     later = output(set(), {"a", "b"})
-    stale_blocks.compute_failed_again(scheduler, later)
-    assert later.failed_recving == {"b"}
+    stale_blocks.compute_again(scheduler, later)
+    stale_blocks._handle_failed_recving(failed.append, scheduler, later.failed_recving)
+    assert failed == [{"b"}]
+    assert later.failed_recving == {"a", "b"}, "other connectors hear that it has failed"
