@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
+from kvpatch.core.proxies import bound_to
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -261,11 +262,11 @@ class Handshake:
 
     def as_release(self) -> Any:
         """Lets the release add the peer as it is."""
-        return self._book(self.metadata, self.tp_size)
+        return self._book(self.wrapped, self.metadata, self.tp_size)
 
-    def _book(self, metadata: Any, tp_size: int) -> Any:
+    def _book(self, wrapped: Callable[..., Any], metadata: Any, tp_size: int) -> Any:
         check_descriptors(self.worker, self.facts, metadata)
-        agent = self.wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        agent = wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
         if self.facts.reorders_for_cpu:
             note_peer(self.worker, metadata)
         return agent
@@ -303,5 +304,5 @@ class Handshake:
             most_blocks=ours.kernel_blocks_per_block,
         )
         book_own_cut(self.worker, ours, peer.engine_id)
-        with taken_for_like(self.worker, ours, peer) as ranks:
-            return self._book(view, ranks)
+        taker, ranks = taken_for_like(self.worker, ours, peer)
+        return self._book(bound_to(taker, self.wrapped), view, ranks)
