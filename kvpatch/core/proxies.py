@@ -34,7 +34,7 @@ def lookalike(owner: Any, **values: Any) -> Any:
     kind = type(owner)
     members: dict[str, Any] = {name: _constant(value) for name, value in values.items()}
     members["__del__"] = lambda _: None  # its attributes are the owner's to let go of
-    other = object.__new__(type(kind.__name__, (kind,), members))
+    other: Any = object.__new__(type(kind.__name__, (kind,), members))
     other.__dict__ = vars(owner)
     return other
 
