@@ -112,7 +112,19 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
+        row_parts=_row_parts(release),
     )
+
+
+def _row_parts(release: ReleaseWorker) -> int | None:
+    """Returns into how many parts a block is cut where all layers are one region (0.24 to 0.28)."""
+    worker, facts = release.worker, release.facts
+    is_cut = facts.has_host_buffer and facts.states_kernel_blocks and not facts.names_layouts
+    if not is_cut or len(release.addresses) != 1:
+        return None
+    tensors = [one for one in worker.device_kv_caches.values() if not isinstance(one, list)]
+    is_row = len({tensor.data_ptr() for tensor in tensors}) > 1
+    return int(worker._physical_blocks_per_logical_kv_block) if is_row else None
 
 
 def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
