@@ -25,6 +25,30 @@ class AgentProxy(ObjectProxy):
     __getattribute__ = object.__getattribute__
 
 
+def lookalike(owner: Any, **values: Any) -> Any:
+    """Returns another object of an owner's class, with the owner's attributes but for these.
+
+    All others are shared, those that a method sets included. A method that is called with it, and
+    those that this one calls, find these values; other threads find the owner's own.
+    """
+    kind = type(owner)
+    members: dict[str, Any] = {name: _constant(value) for name, value in values.items()}
+    members["__del__"] = lambda _: None  # its attributes are the owner's to let go of
+    other: Any = object.__new__(type(kind.__name__, (kind,), members))
+    other.__dict__ = vars(owner)
+    return other
+
+
+def _constant(value: Any) -> property:
+    return property(lambda _: value)
+
+
+def bound_to(owner: Any, method: Any) -> Any:
+    """Returns another object's method, bound to this one: a function's, or a wrapper of wrapt's."""
+    wrapper = getattr(method, "_self_parent", None)  # whose ``__func__`` would be what it wraps
+    return (method.__func__ if wrapper is None else wrapper).__get__(owner, type(owner))
+
+
 _MISSING: Any = object()
 
 

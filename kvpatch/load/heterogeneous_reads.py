@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -89,6 +89,21 @@ class HeterogeneousReads:
                 caches.thread = self.thread.copying
             finalize(worker.nixl_wrapper, self.thread.stop)
             shared.__wrapped__ = EngineAgent(agent, gate)
+
+    def rest(self, agent: Any) -> None:
+        """Ends the thread until the next read, and gives back the pool where no read has any of it.
+
+        Args:
+            agent: as the engine's threads use it.
+        """
+        paused: AbstractContextManager[None] = nullcontext()
+        if self.thread is not None:
+            self.thread.rest()
+            paused = self.thread.paused()
+        with paused:
+            buffer = self.pool.let_go()
+        if buffer is not None:
+            agent.deregister_memory(_registration(agent, self._ours.memory, buffer))
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -269,6 +284,11 @@ class HeterogeneousReads:
             yield [plane for plane in planes if not plane.is_whole], tail
 
 
+def _registration(nixl: Any, memory: Memory, buffer: torch.Tensor) -> Any:
+    place = (buffer.data_ptr(), buffer.numel(), memory.device_id, "")
+    return nixl.get_reg_descs([place], memory.kind)
+
+
 def staging_pool(
     nixl: Any, memory: Memory, device: torch.device, *, copied_to: torch.device | None = None
 ) -> StagingPool:
@@ -288,8 +308,7 @@ def staging_pool(
         if device.type != "cpu":
             # Whoever had this memory before may have work in the queue; NIXL waits for nobody.
             torch.get_device_module(device).synchronize(device)
-        place = (buffer.data_ptr(), size_bytes, memory.device_id, "")
-        nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
+        nixl.register_memory(_registration(nixl, memory, buffer))
         return buffer
 
     on_device = device.type != "cpu" or (copied_to is not None and copied_to.type != "cpu")

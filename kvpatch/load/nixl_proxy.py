@@ -35,7 +35,7 @@ def booked_ranks(worker: Any, engine_id: str, handle: Any) -> list[tuple[int, st
 
 
 class ReadingAgent(AgentProxy):
-    """Puts checks around the release's own transfers, and prepares kvpatch's in place of some.
+    """Checks the release's own transfers, and prepares kvpatch's in place of some.
 
     Args:
         reader: None where the release alone reads.
@@ -172,11 +172,12 @@ class ReadingAgent(AgentProxy):
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
 
-        The next read has the thread start again (0.33 registers anew when it wakes up).
+        The next read has the thread start again, and the staging pool made anew (0.33 registers
+        anew when it wakes up).
         """
-        reader = self._self_reader
-        if reader is not None and reader.thread is not None:
-            reader.thread.rest()
+        reads = getattr(self._self_reader, "heterogeneous", None)
+        if reads is not None:
+            reads.rest(self.__wrapped__)
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
+from kvpatch.core.proxies import bound_to
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -111,7 +112,19 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
+        row_parts=_row_parts(release),
     )
+
+
+def _row_parts(release: ReleaseWorker) -> int | None:
+    """Returns into how many parts a block is cut where all layers are one region (0.24 to 0.28)."""
+    worker, facts = release.worker, release.facts
+    is_cut = facts.has_host_buffer and facts.states_kernel_blocks and not facts.names_layouts
+    if not is_cut or len(release.addresses) != 1:
+        return None
+    tensors = [one for one in worker.device_kv_caches.values() if not isinstance(one, list)]
+    is_row = len({tensor.data_ptr() for tensor in tensors}) > 1
+    return int(worker._physical_blocks_per_logical_kv_block) if is_row else None
 
 
 def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
@@ -261,11 +274,11 @@ class Handshake:
 
     def as_release(self) -> Any:
         """Lets the release add the peer as it is."""
-        return self._book(self.metadata, self.tp_size)
+        return self._book(self.wrapped, self.metadata, self.tp_size)
 
-    def _book(self, metadata: Any, tp_size: int) -> Any:
+    def _book(self, wrapped: Callable[..., Any], metadata: Any, tp_size: int) -> Any:
         check_descriptors(self.worker, self.facts, metadata)
-        agent = self.wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        agent = wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
         if self.facts.reorders_for_cpu:
             note_peer(self.worker, metadata)
         return agent
@@ -303,5 +316,5 @@ class Handshake:
             most_blocks=ours.kernel_blocks_per_block,
         )
         book_own_cut(self.worker, ours, peer.engine_id)
-        with taken_for_like(self.worker, ours, peer) as ranks:
-            return self._book(view, ranks)
+        taker, ranks = taken_for_like(self.worker, ours, peer)
+        return self._book(bound_to(taker, self.wrapped), view, ranks)

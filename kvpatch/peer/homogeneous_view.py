@@ -6,13 +6,12 @@ the peer registered. Which bytes a read moves is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.proxies import replaced
+from kvpatch.core.proxies import lookalike
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
@@ -155,20 +154,22 @@ def book_own_cut(worker: Any, ours: LocalGeometry, engine_id: str) -> None:
 # of its own, and prepares and books such a peer.
 
 
-@contextmanager
-def taken_for_like(worker: Any, ours: LocalGeometry, peer: AgentMetadata) -> Iterator[int]:
-    """Makes the worker take a peer for one like us, while inside; yields its number of ranks.
+def taken_for_like(worker: Any, ours: LocalGeometry, peer: AgentMetadata) -> tuple[Any, int]:
+    """Returns a worker that takes a peer for one like us, and the number of ranks to tell it.
 
-    It compares one layout, and its model has heads of which every rank has some of its own.
+    It compares one layout, and its model has heads of which every rank has some of its own. All
+    else is this worker's. The engine goes on with its steps while a handshake is under way, and
+    some releases decide by the layout in a step how blocks are put in order.
     """
     facts = ours.facts
-    with ExitStack() as inside:
-        if facts.states_layout:
-            inside.enter_context(replaced(worker, kv_cache_layout=homogeneous_layout(ours)))
-        if facts.topology and has_replicated_heads(ours, peer):
-            heads = 2 * lcm(ours.tp_size, peer.tp_size)
-            values = {"total_num_kv_heads": heads}
-            if facts.topology == "transfer_topo":
-                values["local_physical_heads"] = heads // worker.world_size
-            inside.enter_context(replaced(getattr(worker, facts.topology), **values))
-        yield ours.tp_size if has_ranks_unmet(ours, peer) else peer.tp_size
+    values: dict[str, Any] = {}
+    if facts.states_layout:
+        values["kv_cache_layout"] = homogeneous_layout(ours)
+    if facts.topology and has_replicated_heads(ours, peer):
+        heads = 2 * lcm(ours.tp_size, peer.tp_size)
+        counts = {"total_num_kv_heads": heads}
+        if facts.topology == "transfer_topo":
+            counts["local_physical_heads"] = heads // worker.world_size
+        values[facts.topology] = lookalike(getattr(worker, facts.topology), **counts)
+    ranks = ours.tp_size if has_ranks_unmet(ours, peer) else peer.tp_size
+    return lookalike(worker, **values), ranks

@@ -34,6 +34,8 @@ class UnreadCache:
         state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
         mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
         shares_tokens: whether ranks share out a block's tokens and no handshake says so.
+        row_parts: into how many parts the release cuts a block that is a row of all layers, none
+            of which is a block of fewer tokens; None of other caches.
     """
 
     block_tokens: int
@@ -50,6 +52,7 @@ class UnreadCache:
     state_bytes: tuple[int, ...] = ()
     mirror_layout: str | None = None
     shares_tokens: bool = False
+    row_parts: int | None = None
 
     def sizes_on(self, ranks: int) -> set[tuple[int, ...]]:
         """Returns what our states would take on a rank of so many; nothing where nobody knows."""
@@ -109,6 +112,12 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
                 raise PeerRefused(
                     f"{contents}, and move whole, never a share of their heads", ONE_SIZE
                 )
+    if local.row_parts is not None and remote.kernel_blocks_per_block != local.row_parts:
+        raise PeerRefused(
+            f"this vLLM cuts its blocks into {remote.kernel_blocks_per_block} parts and ours into "
+            f"{local.row_parts}, and each block is a row of all layers, which moves whole",
+            "use one block size",
+        )
     if not same_ranks:
         for layer, division in local.divisions.items():
             if division.reason:

@@ -337,6 +337,18 @@ class StagingPool:
             raise ValueError("no space has been taken yet")
         return self._buffer[space.start : space.end]
 
+    def let_go(self) -> torch.Tensor | None:
+        """Returns its memory, to be given back; the next read that needs some allocates it anew.
+
+        None where there is none, or a transfer may still write to it.
+        """
+        for _ in range(len(self._lost)):
+            self.recover()
+        if self.taken_bytes:
+            return None
+        buffer, self._buffer = self._buffer, None
+        return buffer
+
     def recover(self) -> None:
         """Looks at what was lost for the longest time, and goes on where that is over."""
         while self._lost:

@@ -203,6 +203,8 @@ def build(
         if has_plan:
             return _planned_by_kvcached(spec, dims, layout, plan)
         return _by_kvcached(spec, dims, layout, slots, state_spec)
+    if is_in_rows(plan):
+        return _in_rows(spec, dims, plan)
     if has_plan and spec.is_placed:
         return _by_release(spec, dims, layout, plan)
     if spec.has_indexer:
@@ -437,6 +439,35 @@ def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any)
     return Caches(layers, (memory.numpy(),), registered=tuple(tensors))
 
 
+def is_in_rows(plan: Any) -> bool:
+    """Whether a block is a row of all layers, as DeepSeek-V4's are on 0.24 to 0.28."""
+    first = None if plan is None else plan.kv_cache_tensors[0]
+    return hasattr(first, "shared_by") and getattr(first, "block_stride", 0) > 0
+
+
+def _in_rows(spec: EngineSpec, dims: tuple[str, ...], plan: Any) -> Caches:
+    """As the release's runner lays out such a plan: each layer's page has its place in a row."""
+    memory = torch.zeros(plan.kv_cache_tensors[0].size, dtype=torch.uint8)
+    rows = memory.view(plan.num_blocks, plan.kv_cache_tensors[0].block_stride)
+    starts = {name: part.offset for part in plan.kv_cache_tensors for name in part.shared_by}
+    tensors = {}
+    for number in range(spec.layers):
+        name, backend = layer_name(number), KINDS[spec.kind_of(number)].backend()
+        (of_layer,) = (
+            group.kv_cache_spec.kv_cache_specs[name]
+            for group in plan.kv_cache_groups
+            if name in group.layer_names
+        )
+        shape = backend.get_kv_cache_shape(
+            *(plan.num_blocks, of_layer.storage_block_size, 1, of_layer.head_size),
+            cache_dtype_str=of_layer.cache_dtype_str or "auto",
+        )
+        page_bytes = math.prod(shape[1:]) * of_layer.dtype.itemsize
+        page = rows[:, starts[name] : starts[name] + page_bytes]
+        tensors[name] = page.view(of_layer.dtype).view(shape)
+    return Caches(_named_layers(spec, dims, tensors), (memory.numpy(),))
+
+
 def _pages(tensor: torch.Tensor) -> Array:
     """[block, byte] of all that a whole block has, or shares with layers beside it."""
     stride = tensor.stride(0) * tensor.element_size()
@@ -488,7 +519,8 @@ def _named_layers(
             # Beside layers of other kinds its block's row is its group's.
             found.append(replace(states, pages=_pages(tensors[name])) if kind else states)
         elif kind:
-            planes = KINDS[kind].planes(tensors[name], spec)
+            found_by_head = tensors[name] if tensors[name].dim() == 4 else tensors[name][:, None]
+            planes = KINDS[kind].planes(found_by_head, spec)
             found.append(LayerCache(name, tensors[name], planes, _pages(tensors[name])))
         else:
             planes = _planes(tensors[name], dims, spec, number)

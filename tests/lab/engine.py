@@ -23,7 +23,7 @@ from kvpatch.checks.tables import WORD_BYTES, HoldTable
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, far_memory, release, standins
-from .caches import UNMAPPED, Caches, all_layers, build, layer_name
+from .caches import UNMAPPED, Caches, all_layers, build, is_in_rows, layer_name
 from .case import MIRRORED, STORAGELESS, XLA
 from .compare import (
     UNSIGNED,
@@ -156,13 +156,15 @@ class Engine:
 
     def _start_workers(self, connector: type[Any]) -> None:
         spec = self.spec
+        if is_in_rows(self.plan):  # workers have processes, where it is the command line's still
+            self.config.cache_config.block_size = spec.block_tokens
         for rank in range(spec.tp_size):
             with standins.tensor_parallel(rank, spec.tp_size):
                 self.workers.append(self._connector(connector, "WORKER"))
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, spec.tp_size):
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
-                if spec.device == "cuda":
+                if spec.device == "cuda" or is_in_rows(self.plan):
                     standins.number_devices(release.nixl_of(worker).connector_worker)
                 tensors = self._registered(rank)
                 if spec.allocation == "all_layers":

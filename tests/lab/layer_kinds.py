@@ -99,6 +99,7 @@ COMPRESSED = LayerKind(
     lambda spec: {
         **_DS_MLA,
         "tokens_per_state": _COMPRESSED_TOKENS,
+        "compress_ratio": _COMPRESSED_TOKENS,  # <= 0.28
         "kv_quant_mode": _quantization("fp8_ds_mla"),
     },
     _latents,
@@ -112,6 +113,7 @@ COMPRESSED_INDEXER = LayerKind(
         "head_size": 132,
         "dtype": torch.uint8,
         "tokens_per_state": _COMPRESSED_TOKENS,
+        "compress_ratio": _COMPRESSED_TOKENS,  # <= 0.28
         "alignment": 576,
     },
     lambda tensor, spec: values_then_scales(tensor, 128, 4),

@@ -768,6 +768,11 @@ class Player(Engine):
             worker.restore_kv_caches()
         self._share_handshake(self.scheduler.connector)
 
+    def has_pool(self) -> bool:
+        """Whether a worker has memory for its staging pool."""
+        readers = map(_reader_of, self._inner_workers())
+        return any(r.heterogeneous.pool.is_made for r in readers if r and r.heterogeneous)
+
     def tell(self, asks_scheduler: bool) -> tuple[Told, Told]:
         """What was counted since the last time, at a front end with kvpatch and at one without.
 

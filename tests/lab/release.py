@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import disguise, standins
-from .caches import layer_name, torch_dtype
+from .caches import is_in_rows, layer_name, torch_dtype
 from .case import EngineSpec
 from .engine_api import MODELS
 from .kinds import INDEXER_BYTES
@@ -413,7 +413,9 @@ def _spec_of_kind(spec: EngineSpec, layer: int) -> Any:
     kind = KINDS[spec.kind_of(layer)]
     made = getattr(interface, kind.spec)
     wanted = {"block_size": spec.block_tokens_of(layer), **kind.fields(spec)}
-    return kind.backend().customize_spec(made(**accepted(made, wanted)))
+    customize = getattr(kind.backend(), "customize_spec", None)  # from 0.29
+    found = made(**accepted(made, wanted))
+    return customize(found) if customize else found
 
 
 def state_spec(spec: EngineSpec) -> Any:
@@ -478,7 +480,7 @@ def block_tokens_of_groups(plan: Any) -> list[int]:
 
 def slots(spec: EngineSpec, plan: Any) -> list[int]:
     """For each layer the number of the memory that it shares, from the plan."""
-    if not spec.is_hybrid:
+    if not spec.is_hybrid or is_in_rows(plan):
         return [spec.content_of(layer) for layer in range(spec.layers)]
     # Tensor i belongs to the i-th layers of all groups (in so many words <= 0.28,
     # as overlaid address ranges from 0.29 on).

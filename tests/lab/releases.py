@@ -65,6 +65,11 @@ def has_named_layouts(release: str) -> bool:
     return FACTS[release].names_layouts
 
 
+def has_runners_rows(release: str) -> bool:
+    """Whether a runner lays out DeepSeek-V4's blocks, as rows of all layers in one region."""
+    return Version("0.24") <= Version(release) < Version("0.29")
+
+
 def states_block_size(release: str) -> bool:
     """On releases <= 0.11.0 the handshake has a block's bytes, and not its tokens."""
     return FACTS[release].states_block_size

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from .case import Case, EngineSpec, Outcome, Report
 from .host import Lab
-from .releases import has_named_layouts
+from .releases import has_named_layouts, has_runners_rows
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -140,6 +140,10 @@ _MODELS = {
 @pytest.fixture(params=_MODELS)
 def model(lab: Lab, request: pytest.FixtureRequest) -> Model:
     found = _MODELS[request.param]
+    if request.param == "deepseek-v4" and has_runners_rows(lab.release):
+        cut: tuple[Outcome, str] = ("refused", "each block is a row of all layers")
+        engine = replace(found.engine, layout="HND")
+        return replace(found, engine=engine, registers_since="0.24", cut=cut)
     if not has_named_layouts(lab.release) or Version(lab.release) < Version(found.since):
         pytest.skip("this release has no such cache, or lays it out in the model's runner")
     return found

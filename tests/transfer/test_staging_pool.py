@@ -86,6 +86,24 @@ def test_memory_is_made_once_and_only_when_asked_for(pool, made):
     assert pool.taken_bytes == 50
 
 
+def test_memory_is_let_go_of_and_made_anew_unless_something_may_write_to_it(pool, made):
+    assert pool.let_go() is None
+    reader, is_over = Reader(), []
+    first = take(pool, reader, "p", 30)
+    assert pool.let_go() is None
+    pool.lose(first, lambda: bool(is_over))
+    leave(pool, reader)
+    assert pool.let_go() is None
+    is_over.append(True)
+
+    assert pool.let_go().numel() == 100
+    assert not pool.is_made
+    assert pool.let_go() is None
+    second = take(pool, Reader(), "q", 20)
+    assert pool.memory(second).numel() == 20
+    assert made == [100, 100]
+
+
 def test_reads_that_wait_for_others_are_counted_once(pool):
     first, second, third = Reader(), Reader(), Reader()
     held = take(pool, first, "p", 60)
