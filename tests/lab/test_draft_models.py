@@ -68,10 +68,13 @@ def test_two_ranks_each(lab: Lab, model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
-def test_other_ranks_are_refused(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
-    """A handshake names no layer's heads."""
+def test_other_ranks(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
+    """A handshake names no layer's heads; where they are the model's, its bytes are enough."""
+    report = lab.on_d(_case(model, (16, 64), hit=True, ranks=ranks))
+
+    assert report.outcome in ("refused", "identical"), report
     if model != "latents and their heads":
-        lab.on_d(_case(model, (16, 64), hit=False, ranks=ranks)).must_be("refused")
+        report.must_be("refused", "layers of several shapes")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,9 @@ def test_a_like_pair_stays_as_stock_has_it(lab: Lab, model: str) -> None:
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
 
 
-def test_stock_pairs_a_prefix_hit_from_the_end(lab: Lab, model: str) -> None:
-    lab.run(_case(model, (16, 64), hit=True)).must_be("corrupt")
+def test_stock_reads_no_prefix_hit(lab: Lab, model: str) -> None:
+    """0.24 ends some of these loads."""
+    assert lab.run(_case(model, (16, 64), hit=True)).outcome in ("corrupt", "refused")
 
 
 @_NAMED
