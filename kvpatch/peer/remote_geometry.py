@@ -254,9 +254,10 @@ def _by_layout(
 ) -> Iterator[Piece]:
     """Yields the pieces of regions that are what their layout's name makes them.
 
-    Where layers of several shapes are outside blocks, vLLM gives smaller ones blocks of more
-    tokens, and all pages one size; where blocks are, they have one number of tokens, and pages lie
-    packed.
+    Where layers of several shapes and groups are outside blocks, vLLM gives smaller ones blocks of
+    more tokens, and all pages one size. Those of one group (a draft model's are in that of the
+    others) have one number of tokens there, and pages of several sizes; where blocks are outside,
+    all have, and pages lie packed.
 
     Args:
         units: our layers of each tensor, in the order in which tensors are registered.
@@ -264,18 +265,20 @@ def _by_layout(
     layout, names = str(peer.layout), names_by_attention(ours, peer)
     has_layers_inside = layout in LAYERS_INSIDE_BLOCKS
     has_one_size = len(tokens_of(ours.layers, ours.layers)) == 1
+    has_unlike_pages = ours.layers_differ_in_shape and len(set(peer.block_bytes)) > 1
     if ours.layers_differ_in_shape and not (has_layers_inside and has_one_size):
         if layout not in ("LBHNC", "LBNHC"):
             raise PeerRefused(
                 "layers of several shapes are read from layout LBHNC or LBNHC",
                 "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
             )
-        if len(set(peer.block_bytes)) > 1:
+        if has_unlike_pages and not (has_one_size and ours.groups is None):
             raise PeerRefused(
-                "its layers of several shapes have pages of several sizes (a draft model's)",
+                "its layers of several shapes have pages of several sizes, and ours are in several "
+                "groups",
                 "use one --block-size on both sides",
             )
-        if differ_in_page_bytes(ours.layers):
+        if differ_in_page_bytes(ours.layers) and not has_unlike_pages:
             raise PeerRefused(
                 "our layers of several shapes are packed into rows, and its have pages of one "
                 "size, in other groups",
@@ -291,7 +294,7 @@ def _by_layout(
     by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
     whole = {}
     for name, layer in ours.layers.items():
-        size_bytes = None if has_layers_inside else peer.block_bytes[0]
+        size_bytes = None if has_layers_inside or has_unlike_pages else peer.block_bytes[0]
         shape = shape_at_peer(ours, peer, layer.planes, size_bytes)
         whole[name] = Piece(layer.planes, 0, BY_COLUMN if by_column else axes, shape)
     block_bytes = peer.block_bytes

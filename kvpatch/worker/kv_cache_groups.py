@@ -214,4 +214,5 @@ def hides_ends_of_lists(
     that both sides have one or neither has.
     """
     windows_alone = all(group.window_tokens for group in groups)
-    return reserves_slots(vllm_config) and (windows_alone or layers_differ_in_shape)
+    have_unlike_blocks = layers_differ_in_shape and len(groups) > 1
+    return reserves_slots(vllm_config) and (windows_alone or have_unlike_blocks)

@@ -24,7 +24,7 @@ from kvpatch.geometry.layout_strides import (
     inner_layout_of_axes,
     layer_by_layer,
 )
-from kvpatch.geometry.plane import Memory
+from kvpatch.geometry.plane import Content, Memory
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of
@@ -198,8 +198,15 @@ class LocalGeometry:
 
     @cached_property
     def layers_differ_in_shape(self) -> bool:
-        """True if the heads, tokens or widths of our layers differ from one another."""
-        return differ_in_shape(self.layers)
+        """True if the heads, tokens or widths of our layers differ from one another.
+
+        So too where layers beside latents have other heads than the model: a draft model's.
+        """
+        models = max(1, self.total_heads // self.tp_size)
+        firsts = [layer.planes[0] for layer in self.layers.values()]
+        has_latents = any(plane.content is Content.LATENT for plane in firsts)
+        heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
+        return differ_in_shape(self.layers) or (has_latents and not heads <= {models})
 
     @cached_property
     def misses_pages(self) -> bool:

@@ -45,6 +45,8 @@ _PROBE = {"block": 5003, "token": 112, "head": 11, "channel": 96}
 _HALF_GAP = 1.5
 # How kvcached shapes a layer for releases whose own shape is packed.
 _KVCACHED_DIMS = ("block", "kv", "token", "head", "channel")
+# Of a draft model's layer, from 0.29 on.
+_DRAFTS = ("block", "head", "token", "packed")
 
 
 #: The setting that has kvcached's last layer lie elsewhere: in "other" memory, or in other memory
@@ -207,8 +209,8 @@ def build(
         return _in_rows(spec, dims, plan)
     if has_plan and spec.is_placed:
         return _by_release(spec, dims, layout, plan)
-    if spec.has_indexer:
-        return _beside_indexers(spec, dims)
+    if spec.mixes_kinds:
+        return _each_of_its_own(spec, backend, layout)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
@@ -260,16 +262,22 @@ def all_layers(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return first.as_strided([size for _, size in axes], [stride for stride, _ in axes], 0)
 
 
-def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:
+def _each_of_its_own(spec: EngineSpec, backend: type[Any], layout: str) -> Caches:
     """On releases <= 0.28 each layer has an allocation of its own, of its own bytes."""
+    from .release import backend as of_family
+
+    of_model = backend, spec.family
     layers, memory = [], []
     for layer in range(spec.layers):
-        sizes = _sizes(spec, layer, range(spec.layers))
-        dtype = torch_dtype(spec.dtype)
+        own, family = (of_family("flash"), "flash") if spec.is_draft(layer) else of_model
+        dims = probe_dims(own, family)
+        order = memory_order(own, dims, layout)[1:]
+        sizes, dtype = _sizes(spec, layer, range(spec.layers)), torch_dtype(spec.dtype)
         if spec.is_indexer(layer):
             sizes["channel"], dtype = INDEXER_BYTES, torch.uint8
-        tensor = torch.zeros([sizes[dim] for dim in dims], dtype=dtype)
-        memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
+        store = torch.zeros([sizes[dim] for dim in order], dtype=dtype)
+        tensor = store.permute([order.index(dim) for dim in dims])
+        memory.append(store.view(torch.uint8).numpy().reshape(-1))
         layers.append(LayerCache(layer_name(layer), tensor, _planes(tensor, dims, spec, layer)))
     return Caches(tuple(layers), tuple(memory))
 
@@ -523,7 +531,8 @@ def _named_layers(
             planes = KINDS[kind].planes(found_by_head, spec)
             found.append(LayerCache(name, tensors[name], planes, _pages(tensors[name])))
         else:
-            planes = _planes(tensors[name], dims, spec, number)
+            own = _DRAFTS if spec.is_draft(number) else dims
+            planes = _planes(tensors[name], own, spec, number)
             found.append(LayerCache(name, tensors[name], planes))
     return tuple(found)
 

@@ -128,6 +128,9 @@ class EngineSpec:
     #: The kinds of layers by turns (layer_kinds.py); empty where all are the family's, and "" for
     #: one that is.
     kinds: tuple[str, ...] = ()
+    #: KV heads of a draft model, and channels: FlashAttention's, in the last layer, which has the
+    #: block table of the others.
+    draft_shape: tuple[int, int] | None = None
     #: Whether some of these have a block table of their own.
     has_own_tables: bool = False
     #: Prompt tokens that one step computes at most (chunked prefill).
@@ -232,10 +235,13 @@ class EngineSpec:
         """The kind of a layer; empty where it is its family's."""
         return self.kinds[layer % len(self.kinds)] if self.kinds else ""
 
+    def is_draft(self, layer: int) -> bool:
+        return self.draft_shape is not None and layer == self.layers - 1
+
     @property
     def mixes_kinds(self) -> bool:
         """Whether the release plans layers of several kinds, or of another than the family's."""
-        return self.has_indexer or bool(self.kinds)
+        return self.has_indexer or bool(self.kinds) or self.draft_shape is not None
 
     @property
     def is_placed(self) -> bool:
@@ -260,9 +266,10 @@ class EngineSpec:
 
     def shape_of(self, layer: int) -> tuple[int, int]:
         """KV heads of a rank, and channels, of a layer."""
-        if self.window_shape is None or not self.window_of(layer):
+        other = self.draft_shape if self.is_draft(layer) else self.window_shape
+        if other is None or not (self.is_draft(layer) or self.window_of(layer)):
             return self.heads_per_rank, self.head_dim
-        heads, channels = self.window_shape
+        heads, channels = other
         return max(1, heads // self.tp_size), channels
 
     def block_tokens_of(self, layer: int) -> int:
@@ -272,7 +279,7 @@ class EngineSpec:
             return self.ring_tokens
         if self.kind_of(layer):
             return OWN_BLOCK_TOKENS.get(self.kind_of(layer), self.block_tokens)
-        if self.packs_pages:
+        if self.packs_pages or self.draft_shape is not None:
             return self.block_tokens
         most = max(math.prod(self.shape_of(other)) for other in range(self.layers))
         return self.block_tokens * most // math.prod(self.shape_of(layer))
@@ -290,8 +297,10 @@ class EngineSpec:
         """KV heads of one tensor-parallel rank; MLA has one latent everywhere."""
         return 1 if self.family == "mla" else max(1, self.kv_heads // self.tp_size)
 
-    def first_head(self, rank: int) -> int:
+    def first_head(self, rank: int, layer: int = 0) -> int:
         """The global index of the first head that `rank` holds (heads replicate)."""
+        if self.draft_shape is not None and self.is_draft(layer):
+            return rank * self.draft_shape[0] // self.tp_size
         if self.family == "mla":
             return 0
         return rank * self.kv_heads // self.tp_size

@@ -460,8 +460,8 @@ class Engine:
         """
         spec = self.spec
         for rank, caches in enumerate(self.caches if spec.contexts == 1 else ()):
-            first = spec.first_head(rank)
             for number, layer in enumerate(caches.layers):
+                first = spec.first_head(rank, number)
                 heads = range(first, first + spec.shape_of(number)[0])
                 group = self.groups[number]
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)

@@ -282,8 +282,9 @@ def model_config(spec: EngineSpec) -> Any:
     max_tokens = 8192
     if spec.is_hybrid or spec.mixes_kinds:
         max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.keeps_states else 0)
+    layers = spec.layers - (spec.draft_shape is not None)
     return _model_config(
-        spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
+        layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
     )
 
 
@@ -350,9 +351,27 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)
+    if spec.draft_shape is not None:
+        config.speculative_config = _drafting(spec)
     layers = {layer_name(i): _backend_of(spec, i) for i in range(spec.layers)}
     standins.model_layers(config, layers)
     return config
+
+
+def _drafting(spec: EngineSpec) -> Any:
+    """Of a draft model, made without the checks of a real one: there are no weights."""
+    from vllm.config import SpeculativeConfig
+
+    assert spec.draft_shape is not None
+    found = object.__new__(SpeculativeConfig)
+    vars(found).update(
+        method="draft_model",
+        num_speculative_tokens=max(1, spec.lookahead_tokens),
+        num_speculative_tokens_per_batch_size=None,
+        parallel_drafting=False,
+        draft_model_config=_model_config(1, *spec.draft_shape, spec.dtype, False, 8192),
+    )
+    return found
 
 
 def _backend_of(spec: EngineSpec, layer: int) -> Any:
@@ -362,6 +381,8 @@ def _backend_of(spec: EngineSpec, layer: int) -> Any:
         return KINDS[spec.kind_of(layer)].backend()
     if spec.has_indexer:
         return backend("indexer" if spec.is_indexer(layer) else "sparse")
+    if spec.is_draft(layer):
+        return backend("flash")
     return disguise.backend(backend(spec.family))
 
 
@@ -386,13 +407,13 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
         "num_kv_heads": heads,
         "head_size": channels,
         "dtype": torch_dtype(spec.dtype),
-        "use_mla": spec.family == "mla",
+        "use_mla": spec.family == "mla" and not spec.is_draft(layer),
         "sliding_window": window_tokens or None,
     }
     kind = interface.SlidingWindowSpec if window_tokens else interface.FullAttentionSpec
     if spec.reference_window:
         kind, wanted["rswa_window"] = interface.RSWASpec, spec.reference_window
-    if spec.family == "mla":
+    if wanted["use_mla"]:
         kind = getattr(interface, "MLAAttentionSpec", kind)
     if spec.has_indexer:  # as layers of MLA say, and indexers do not
         wanted["cache_dtype_str"] = "auto"

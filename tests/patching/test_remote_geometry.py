@@ -451,6 +451,61 @@ def test_blocks_that_do_not_hold_the_tokens(tokens, held, local, remote, refusal
         list(shares_of(ours, groups, peer, overlaps, request))
 
 
+def _drafting():
+    """Ours, with a draft model of half the heads and half the channels in layer b."""
+    tensors = {"a": torch.zeros(10, HEADS, 16, 2 * CHANNELS), "b": torch.zeros(10, 2, 16, CHANNELS)}
+    layers = read_layers(reading(PACKED, 2), tensors)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+    return replace(ours_of(), layers=layers, addresses=addresses, units=units_of(layers))
+
+
+@pytest.mark.parametrize("block_tokens", [8, 48, 64])
+@pytest.mark.parametrize("names", [None, ["a", "b"]])
+def test_a_draft_models_layers_have_regions_of_their_own_bytes(block_tokens, names):
+    lengths = [block_tokens * TOKEN, block_tokens * TOKEN // 4]
+    stated = _stated(
+        block_size=block_tokens, block_lens=lengths, block_strides=lengths, region_names=names
+    )
+
+    found = [region[0] for region in peer_regions(_drafting(), stated)]
+
+    assert [(p.layer, p.address, p.counts.block_tokens, p.counts.heads) for p in found] == [
+        ("a", 1 << 20, block_tokens, HEADS),
+        ("b", 1 << 30, block_tokens, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        # A region's bytes are off by a token's; both are, alike; two regions have changed places.
+        ({"block_lens": [64 * TOKEN, 65 * TOKEN // 4]}, (0, 1), "not to"),
+        ({"block_lens": [63 * TOKEN, 16 * TOKEN]}, (0, 1), "not to"),
+        ({"block_lens": [65 * TOKEN, 65 * TOKEN // 4]}, (0, 1), "not to"),
+        ({"block_lens": [16 * TOKEN, 64 * TOKEN]}, (0, 1), "not to"),
+        ({"region_names": ["b", "a"]}, (0, 1), "not to"),
+        ({"region_names": ["a", "c"]}, (0, 1), "regions are named c"),
+        ({"physical_blocks_per_logical_kv_block": 2}, (0, 1), "cut into kernel blocks"),
+        ({}, (0, 2), "nobody knows which rank has them"),
+    ],
+)
+def test_a_draft_models_layers_are_refused(changes, ranks, words):
+    lengths = [64 * TOKEN, 16 * TOKEN]
+    changes = {"block_lens": lengths, "region_names": ["a", "b"], **changes}
+    changes["block_strides"] = changes["block_lens"]
+
+    with pytest.raises(PeerRefused, match=words):
+        peer_regions(_drafting(), _stated(*ranks, **changes))
+
+
+def test_pages_of_several_sizes_are_of_one_group():
+    ours = replace(_drafting(), groups=(frozenset("a"), frozenset("b")))
+    lengths = [64 * TOKEN, 16 * TOKEN]
+
+    with pytest.raises(PeerRefused, match="ours are in several groups"):
+        peer_regions(ours, _stated(block_lens=lengths, block_strides=lengths))
+
+
 @pytest.mark.parametrize(
     ("method", "windows", "refused"),
     [

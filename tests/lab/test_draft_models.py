@@ -1,0 +1,122 @@
+"""A draft model whose heads have another shape than the target's, in the same cache group.
+
+The release gives all of the group's layers blocks of one number of tokens, and each a region of its
+own bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from .case import Case, EngineSpec
+from .host import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.23")]
+
+_HEADS = EngineSpec(
+    layers=3, kv_heads=8, head_dim=32, draft_shape=(4, 16), own_scheduler=True, planned_blocks=60
+)
+MODELS = {
+    "heads": _HEADS,
+    "more heads": replace(_HEADS, kv_heads=4, draft_shape=(8, 32)),
+    "as many bytes": replace(_HEADS, draft_shape=(4, 64)),
+    "latents": replace(_HEADS, family="mla", head_dim=64),
+    # Of which a rank has as many as its share of the number that the target's model states.
+    "latents and their heads": replace(_HEADS, family="mla", head_dim=64, draft_shape=(8, 16)),
+}
+SIZES = {"16 to 64": (16, 64), "64 to 16": (64, 16), "96 to 64": (96, 64)}
+_NAMED = pytest.mark.on(names_layouts=True)
+
+
+def _case(name: str, sizes: tuple[int, int], hit: bool, ranks: tuple[int, int] = (1, 1)) -> Case:
+    sides = (
+        replace(MODELS[name], block_tokens=tokens, tp_size=size)
+        for tokens, size in zip(sizes, ranks, strict=True)
+    )
+    return Case(f"{name}, {sizes}, {ranks}", *sides, 150, sizes[1] * hit)
+
+
+def _starts(lab: Lab, name: str) -> bool:
+    """<= 0.28 all of a model's heads have to have as many bytes a block."""
+    return Version(lab.release) >= Version("0.29") or name not in ("heads", "more heads")
+
+
+@pytest.fixture(params=MODELS)
+def model(lab: Lab, request: pytest.FixtureRequest) -> str:
+    if not _starts(lab, request.param):
+        pytest.skip("no engine of this release starts with such a model")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("hit", [False, True], ids=["no hit", "a hit"])
+@pytest.mark.parametrize("name", SIZES)
+def test_unlike_blocks(lab: Lab, model: str, name: str, hit: bool) -> None:
+    case = _case(model, SIZES[name], hit)
+
+    report = lab.on_d(case)
+
+    report.must_be("identical", moved=150 - case.prefix_hit_tokens)
+    assert min(report.noticed.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["16 to 64", "64 to 16"])
+def test_two_ranks_each(lab: Lab, model: str, name: str) -> None:
+    lab.on_d(_case(model, SIZES[name], hit=True, ranks=(2, 2))).must_be("identical")
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
+def test_other_ranks(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
+    """A handshake names no layer's heads; where they are the model's, its bytes are enough."""
+    report = lab.on_d(_case(model, (16, 64), hit=True, ranks=ranks))
+
+    assert report.outcome in ("refused", "identical"), report
+    if model != "latents and their heads":
+        report.must_be("refused", "layers of several shapes")
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "d_layout"), [("NHD", "HND"), ("HND", "BLHNC"), ("BLHNC", "HND")]
+)
+@_NAMED
+def test_other_layouts(lab: Lab, p_layout: str, d_layout: str) -> None:
+    case = _case("heads", (16, 64), hit=True)
+    prefill, decode = (
+        replace(side, layout=layout)
+        for side, layout in ((case.prefill, p_layout), (case.decode, d_layout))
+    )
+
+    lab.on_d(replace(case, prefill=prefill, decode=decode)).must_be("identical")
+
+
+def test_drafted_tokens(lab: Lab, model: str) -> None:
+    """Both sides have blocks behind the prompt's (<= 0.24 they name them)."""
+    case = _case(model, (16, 64), hit=True)
+    prefill, decode = (replace(s, lookahead_tokens=60) for s in (case.prefill, case.decode))
+
+    lab.on_d(replace(case, prefill=prefill, decode=decode)).must_be("identical")
+
+
+def test_a_like_pair_stays_as_stock_has_it(lab: Lab, model: str) -> None:
+    case = _case(model, (32, 32), hit=True, ranks=(2, 2))
+
+    stock, patched = lab.run(case), lab.on_d(case)
+
+    stock.must_be("identical")
+    assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
+
+
+def test_stock_reads_no_prefix_hit(lab: Lab, model: str) -> None:
+    """0.24 ends some of these loads."""
+    assert lab.run(_case(model, (16, 64), hit=True)).outcome in ("corrupt", "refused")
+
+
+@_NAMED
+def test_what_stock_reads_of_smaller_blocks(lab: Lab) -> None:
+    """From 0.32 on all that are of heads alone; beside latents never the draft's."""
+    reads = Version(lab.release) >= Version("0.32")
+
+    lab.run(_case("heads", (16, 64), hit=False)).must_be("identical" if reads else "corrupt")
+    lab.run(_case("latents", (16, 64), hit=False)).must_be("corrupt")
