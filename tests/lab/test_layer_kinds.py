@@ -184,6 +184,19 @@ def test_other_ranks(lab: Lab, model: Model, ranks: tuple[int, int]) -> None:
     _play(lab, model, {"tp_size": p}, {"tp_size": d}).must_be(*expected)
 
 
+@pytest.mark.on(has=has_runners_rows)
+def test_rows_that_the_release_cuts(lab: Lab) -> None:
+    """Of 512 tokens DeepSeek-V4's row of all layers is two of vLLM's blocks."""
+    engine = replace(_MODELS["deepseek-v4"].engine, layout="HND", block_tokens=512)
+    case = Case("rows in two parts", engine, engine, 300)
+
+    lab.run(case).must_be("identical")
+    report = lab.run(case.patched())
+
+    report.must_be("identical")
+    assert report.noticed
+
+
 # -- smaller blocks of pooled tokens (Whisper): behind one another they are a larger one ----------
 
 _ENOUGH = replace(_POOLED, planned_blocks=100)
