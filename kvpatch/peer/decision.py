@@ -205,8 +205,10 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     same_layout = peer.layout in (None, ours.layout) or are_latents
     # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
     inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
+    # Beside latents a draft model's may be whole on each rank.
+    are_copies = ours.has_latents and peer.block_bytes == ours.block_bytes
     same_heads = peer.tp_size == ours.tp_size or (
-        (inner == "HND" or not ours.has_heads)
+        (inner == "HND" or not ours.has_heads or are_copies)
         and not has_ranks_unmet(ours, peer)
         and not has_replicated_heads(ours, peer)
         and not split_by_nobody(ours, peer)

@@ -185,6 +185,10 @@ class LocalGeometry:
         """True if ranks hold heads; the latents of MLA are whole on each."""
         return any(layer.has_heads for layer in self.layers.values())
 
+    @cached_property
+    def has_latents(self) -> bool:
+        return not all(layer.has_heads for layer in self.layers.values())
+
     @property
     def item_bytes(self) -> int:
         """Returns the bytes of one element of the first layer."""
@@ -204,9 +208,8 @@ class LocalGeometry:
         """
         models = max(1, self.total_heads // self.tp_size)
         firsts = [layer.planes[0] for layer in self.layers.values()]
-        has_latents = any(plane.content is Content.LATENT for plane in firsts)
         heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
-        return differ_in_shape(self.layers) or (has_latents and not heads <= {models})
+        return differ_in_shape(self.layers) or (self.has_latents and not heads <= {models})
 
     @cached_property
     def misses_pages(self) -> bool:

@@ -77,6 +77,23 @@ def test_other_ranks(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
         report.must_be("refused", "layers of several shapes")
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("ranks", "heads"), [((1, 2), 1), ((2, 1), 1), ((2, 4), 2), ((4, 2), 2)])
+def test_a_draft_model_that_each_rank_has_whole(
+    lab: Lab, ranks: tuple[int, int], heads: int, layout: str
+) -> None:
+    """Beside latents, in blocks alike: the release reads it, but 0.33 no P of more ranks."""
+    model = replace(MODELS["latents"], draft_shape=(heads, 16), layout=layout, block_tokens=32)
+    case = Case(f"draft on {ranks}", *(replace(model, tp_size=size) for size in ranks), 150)
+
+    stock, patched = lab.run(case), lab.on_d(case)
+
+    is_read = ranks[0] < ranks[1] or Version(lab.release) < Version("0.33")
+    stock.must_be("identical" if is_read else "refused")
+    assert patched.outcome == stock.outcome
+    assert patched.descriptors == stock.descriptors
+
+
 @pytest.mark.parametrize(
     ("p_layout", "d_layout"), [("NHD", "HND"), ("HND", "BLHNC"), ("BLHNC", "HND")]
 )
