@@ -164,11 +164,15 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
 
 
 def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
-    """True if the release may join a peer's smaller blocks though some of its layers move whole."""
+    """True if the release may join a peer's smaller blocks, of which we cannot tell all heads.
+
+    Some of its layers move whole, or a draft model's have other heads, shared out over other ranks.
+    """
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
+    has_draft = ours.layers_differ_in_shape and ours.groups is None and not ours.has_latents
     return (
-        bool(whole)
+        (bool(whole) or (has_draft and peer.tp_size != ours.tp_size))
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
         and not local.reads_all
