@@ -25,6 +25,11 @@ class AgentProxy(ObjectProxy):
     __getattribute__ = object.__getattribute__
 
 
+class _Lookalike:
+    def __del__(self) -> None:
+        """Does nothing: the attributes are the owner's to let go of."""
+
+
 def lookalike(owner: Any, **values: Any) -> Any:
     """Returns another object of an owner's class, with the owner's attributes but for these.
 
@@ -33,8 +38,7 @@ def lookalike(owner: Any, **values: Any) -> Any:
     """
     kind = type(owner)
     members: dict[str, Any] = {name: _constant(value) for name, value in values.items()}
-    members["__del__"] = lambda _: None  # its attributes are the owner's to let go of
-    other: Any = object.__new__(type(kind.__name__, (kind,), members))
+    other: Any = object.__new__(type(kind.__name__, (_Lookalike, kind), members))
     other.__dict__ = vars(owner)
     return other
 
