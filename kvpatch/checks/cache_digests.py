@@ -82,8 +82,8 @@ class TableTokens:
         """The same without some of the planes' heads."""
         return replace(self, planes=tuple(planes_without(self.planes, heads)))
 
-    def without_content(self, content: Content) -> TableTokens:
-        planes = tuple(plane for plane in self.planes if plane.content is not content)
+    def without_contents(self, contents: Collection[Content]) -> TableTokens:
+        planes = tuple(plane for plane in self.planes if plane.content not in contents)
         return replace(self, planes=planes)
 
     def without_open_blocks(self) -> list[TableTokens]:

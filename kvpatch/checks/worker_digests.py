@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,7 @@ from kvpatch.load.read_request import DIGEST, ReadRequest, groups
 from kvpatch.load.reader import CheckLoad, CheckMakers, Reader, RequestContext
 from kvpatch.load.token_pairing import filled_state, finished_blocks, loaded_tokens, state_block
 from kvpatch.observe.book import ComparedRead
+from kvpatch.peer.block_shapes import heads_of
 from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
@@ -213,14 +214,20 @@ class DigestChecks:
         if promised is not None and tables:
             context.checks.append(partial(self._of_rank, promised, tables, misses))
 
-    def _brings_states_alone(self, rank: Lifetime, ranks: int) -> bool:
-        """True if the release reads a rank for its share of states, and latents from another.
+    def _read_elsewhere(self, rank: Lifetime, ranks: int) -> Collection[Content]:
+        """Returns what the release reads from ranks before one that it reads for its states.
 
-        Every rank has all of a latent, and copies need not be the same to the last bit.
+        These are latents, and heads that the rank before it has as well. Copies need not be the
+        same to the last bit.
         """
+        number, ours = rank.number, self._ours
+        first = ours.tp_rank * ranks // ours.tp_size
         has_states = any(group.has_state for group in self._groups)
-        is_of_many = has_states and ranks > self._ours.tp_size
-        return is_of_many and rank.number != self._ours.tp_rank * ranks // self._ours.tp_size
+        if not has_states or ranks <= ours.tp_size or number == first:
+            return ()
+        starts = [heads_of(ours.total_heads, one, ranks)[0] for one in (number - 1, number)]
+        heads = (Content.KEY, Content.VALUE) if starts[0] == starts[1] else ()
+        return (Content.LATENT, *heads)
 
     def _of_rank(
         self,
@@ -238,8 +245,9 @@ class DigestChecks:
         if rank.is_idle:
             return None
         filled = [table.without_heads(rank.taken or ()) for table in loaded]
-        if rank.taken is None and self._brings_states_alone(rank, len(promised)):
-            filled = [table.without_content(Content.LATENT) for table in filled]
+        if rank.taken is None:
+            elsewhere = self._read_elsewhere(rank, len(promised))
+            filled = [table.without_contents(elsewhere) for table in filled]
         tables = [table for table in filled if table.planes]
         if not tables:
             return None

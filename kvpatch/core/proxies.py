@@ -49,8 +49,12 @@ def _constant(value: Any) -> property:
 
 def bound_to(owner: Any, method: Any) -> Any:
     """Returns another object's method, bound to this one: a function's, or a wrapper of wrapt's."""
-    wrapper = getattr(method, "_self_parent", None)  # whose ``__func__`` would be what it wraps
-    return (method.__func__ if wrapper is None else wrapper).__get__(owner, type(owner))
+    found = getattr(method, "_self_parent", None)  # of a wrapper; its ``__func__`` would be inside
+    if found is None:
+        found = getattr(method, "__func__", None)
+    if found is None:  # as wrapt hands on what was called by its class
+        found = method.__wrapped__
+    return found.__get__(owner, type(owner))
 
 
 _MISSING: Any = object()

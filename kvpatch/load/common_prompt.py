@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
@@ -58,6 +58,10 @@ class PromptLoads:
     _waiting: WeakKeyDictionary[Any, ReferenceType[Any]] = field(default_factory=WeakKeyDictionary)
     #: What was logged of each peer.
     told: RecentEngines[bool] = field(default_factory=RecentEngines)
+    #: Requests that need none of P's blocks, and those that P may write, by their tokens: what is
+    #: asked in each step until there are blocks for them.
+    _unneeded: WeakSet[Any] = field(default_factory=WeakSet)
+    _pushable: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
 
     def must_wait(self, request: Any) -> bool:
         """True while another request loads the answer of P that this one carries."""
@@ -117,7 +121,9 @@ class PromptLoads:
         A retry finds the answer taken, though the prefix cache may have let go of it by then.
         """
         params = request.kv_transfer_params or {}
-        if params.get("remote_block_ids") and not params.get("_remote_blocks_processed"):
+        is_new = request not in self._unneeded
+        if is_new and params.get("remote_block_ids") and not params.get("_remote_blocks_processed"):
+            self._unneeded.add(request)
             self._taker(request, params)
 
     def may_be_pushed(self, scheduler: Any, request: Any, end: int) -> bool:
@@ -128,6 +134,8 @@ class PromptLoads:
         Args:
             end: tokens that D would have once P has written.
         """
+        if self._pushable.get(request) == end:
+            return True
         state, stated = scheduler_state(scheduler), read_prompt(request.kv_transfer_params)
         named = names_images(scheduler)
         common = None if stated is None else stated.common_tokens(request, names_images=named)
@@ -135,6 +143,7 @@ class PromptLoads:
             return True
         size = 1 if is_of_whole_prompt(scheduler, state.facts) else int(scheduler.block_size)
         if common >= end and -(-stated.tokens // size) == -(-end // size):
+            self._pushable[request] = end
             return True
         state.book.add(PROMPTS, 1, Prompt.PART.value)
         leave_unread(scheduler, request, state.facts)

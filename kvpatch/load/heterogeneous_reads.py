@@ -36,7 +36,7 @@ from kvpatch.peer.block_shapes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, tell_over
+from kvpatch.transfer.nixl import Ends, errors_of, tell_over
 from kvpatch.transfer.own_read import JoinedRead, OwnRead
 from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread, can_read_beside
 from kvpatch.transfer.staged_read import StagedRead
@@ -64,6 +64,8 @@ class HeterogeneousReads:
 
     def __init__(self, worker: Any, loads: Loads, reader: Reader) -> None:
         self._loads = loads
+        #: Memory that NIXL did not let go of.
+        self._still_registered: list[torch.Tensor] = []
         self._reader, self._ours, self._groups = reader, reader.ours, reader.groups
         behind = worker_state(worker).held(DeviceCaches)
         copied_to = None if behind is None else behind.device
@@ -103,7 +105,11 @@ class HeterogeneousReads:
         with paused:
             buffer = self.pool.let_go()
         if buffer is not None:
-            agent.deregister_memory(_registration(agent, self._ours.memory, buffer))
+            try:
+                agent.deregister_memory(_registration(agent, self._ours.memory, buffer))
+            except errors_of(agent):
+                self._still_registered.append(buffer)
+                _LOG.warning("the staging pool could not be taken back from NIXL", exc_info=True)
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""

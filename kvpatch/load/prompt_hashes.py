@@ -17,6 +17,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import PurePath
 from typing import Any
 
 FIELD = "kvpatch_prompt"
@@ -28,6 +29,8 @@ _MOST_HASHES = 64
 _STEP_TOKENS = 16
 #: What vLLM calls embeddings that stand for an image; some models call pixels by longer names.
 _EMBEDDINGS = frozenset(("image_embeds", "video_embeds", "audio_embeds"))
+#: What vLLM calls a chunk of a video that its client has not named.
+_DRAWN = re.compile(r"[0-9a-f]{16}-[0-9]+")
 _FORM = re.compile(
     r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})(?:/([0-9A-Za-z_-]{1,512}))?"
 )
@@ -172,7 +175,13 @@ def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
     images = getattr(request, "mm_features", None)  # from 0.11.0 on
     if images is None:
         return not getattr(request, "mm_hashes", None) and not request.has_encoder_inputs
-    return not images or (names_images and all(image.identifier for image in images))
+    return not images or (names_images and all(map(_has_name, images)))
+
+
+def _has_name(image: Any) -> bool:
+    """True if an image has a name; vLLM draws those of a video's chunks (0.15 to 0.18)."""
+    is_chunk = getattr(image, "modality", "") == "vision_chunk"
+    return bool(image.identifier) and not (is_chunk and _DRAWN.fullmatch(image.identifier))
 
 
 def _hashes(tokens: list[int], places: list[int], request: Any = None) -> Iterator[bytes]:
@@ -183,7 +192,10 @@ def _hashes(tokens: list[int], places: list[int], request: Any = None) -> Iterat
             adapter by the kind of an image.
     """
     adapter = None if request is None else request.lora_request
-    total = sha256(repr(None if adapter is None else adapter.lora_name).encode())
+    name = None
+    if adapter is not None:  # other weights have another path, of which P may see another part
+        name = adapter.lora_name, PurePath(adapter.lora_path or "").name
+    total = sha256(repr(name).encode())
     images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
     ids = _as_array(tokens[: places[-1]] if places else [])
     start = 0

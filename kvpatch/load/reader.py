@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import AnswerGone, KvpatchError, UnlikePrompts, UnpairableBlocks
-from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.recent_engines import RecentRanks
 from kvpatch.observe.book import Book
 from kvpatch.transfer.lease import Lease, Leases, Lifetime
 
@@ -114,7 +114,7 @@ class Loads:
     understood: Callable[[Any], Any]
     book: Book
     context: RequestContext | None = None
-    masks: RecentEngines[int] = field(default_factory=RecentEngines)
+    masks: RecentRanks[int] = field(default_factory=RecentRanks)
     check_makers: tuple[CheckLoad, ...] = ()
     failed_checks: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FAILED))
 
@@ -163,7 +163,7 @@ class Loads:
             context.request_id,
             agent,
             number,
-            self.masks.get(agent),
+            self.masks.used(agent),
             fail_check=partial(self.failed_checks.append, context.request_id),
             is_paced=is_paced,
             taken=taken,
@@ -178,7 +178,7 @@ class Loads:
         return found
 
     def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
-        if context.expires is not None:
+        if context.expires is not None and self.leases != Leases():
             return Lease(context.expires)
         request, leases = context.request, self.leases.at(releases)
         if request is None:

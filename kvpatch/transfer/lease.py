@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.recent_engines import RecentRanks
 from kvpatch.core.releases import FACTS
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.nixl import errors_of
@@ -98,8 +98,8 @@ class Leases:
     seconds: float = inf
     extension: float | None = None
     read_back_seconds: float = inf
-    _heartbeats: RecentEngines[Heartbeats] = field(
-        default_factory=RecentEngines, compare=False, repr=False
+    _heartbeats: RecentRanks[Heartbeats] = field(
+        default_factory=RecentRanks, compare=False, repr=False
     )
 
     def at(self, releases: Sequence[str]) -> Leases:
@@ -136,7 +136,7 @@ class Leases:
         return Lease(ends, self._sent_to(agent, self.extension))
 
     def _sent_to(self, agent: str, extension: float) -> Heartbeats:
-        found = self._heartbeats.get(agent)
+        found = self._heartbeats.used(agent)
         if found is None:
             found = self._heartbeats[agent] = Heartbeats(extension)
         return found

@@ -173,8 +173,10 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
         for plane in cache.planes:
             # Of several groups' layers some may have blocks that are not cut, or of more tokens.
             parts = {1, max(1, plane.counts.block_tokens // int(worker.block_size))}
-            if plane.is_whole:  # its tokens say nothing: DeepSeek-V4's rows, which vLLM cuts
-                parts.add(max(1, int(worker.num_blocks) // plane.counts.blocks))
+            # The tokens of a whole plane say nothing: DeepSeek-V4's rows, which vLLM cuts.
+            number, rest = divmod(int(worker.num_blocks), plane.counts.blocks)
+            if plane.is_whole and not rest:
+                parts.add(number)
             sizes = ((start, size * number) for start, size in regions for number in parts)
             if not any(_lies_in(plane, start, size) for start, size in sizes):
                 found = ", ".join(map(str, sorted({size for _, size in regions})))

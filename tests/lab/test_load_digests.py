@@ -447,3 +447,21 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage
         found.decode.ask(ask)
         found.decode.must_receive(prompt)
     assert found.decode.call("digests.counts")["alarm"] == 0
+
+
+@pytest.mark.on(since="0.20")  # else: has no such ranks
+@pytest.mark.parametrize("ranks", [(4, 1), (4, 2)], ids=["4 to 1", "4 to 2"])
+def test_heads_of_a_rank_that_is_read_for_its_states_are_no_alarm(
+    stage: Stage, lab: Lab, ranks: tuple[int, int]
+) -> None:
+    """Two of P's ranks have a head, each with bits of its own, and the release reads the first."""
+    p, d = (replace(_STATES, tp_size=size, kv_heads=2) for size in ranks)
+    found = scene(lab, stage, p, d)
+    found.prefill.call("part_copies")
+    for _ in range(3):
+        prompt, ask = found.fresh()
+        assert found.prefill.call("digests.made", prompt.name) == "made"
+        found.decode.ask(ask)
+        found.decode.must_receive(prompt)
+    assert found.decode.call("digests.counts")["alarm"] == 0
+    found.fail_handed_on()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch.core.errors import PatchRefused
-from kvpatch.core.recent_engines import MOST_ENGINES
+from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.host_buffer.scheduler import StepSaves
 from kvpatch.load import read_request
@@ -123,7 +123,7 @@ def test_likeness_is_learnt_from_prompts_of_several_blocks() -> None:
 def test_peers_are_forgotten_in_the_end() -> None:
     peers = EqualBlockPeers()
     assert peers.learn("first", 2, 2)
-    for number in range(MOST_ENGINES):
+    for number in range(RecentEngines.most):
         peers.learn(str(number), 2, 2)
     assert not peers.learn("first", 1, 1)
 

@@ -78,3 +78,19 @@ def test_another_plugins_wrapper_below_ours_is_called_once(monkeypatch: Any) -> 
 
     assert bound_to(lookalike(worker, layout="HND"), worker.add_agent)("p") == "HND"
     assert calls == ["HND"]
+
+
+def test_another_plugins_method_above_ours_may_call_it_by_its_class(monkeypatch: Any) -> None:
+    @wrapt.decorator
+    def shown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return bound_to(lookalike(instance, layout="HND"), wrapped)(*args, **kwargs)
+
+    ours = shown(Base.add_agent)
+    monkeypatch.setattr(Base, "add_agent", ours)
+    by_its_class = Base.add_agent
+    monkeypatch.setattr(Base, "add_agent", lambda self, name: by_its_class(self, name))
+    worker = Worker()
+    worker.may_end.set()
+
+    assert worker.add_agent("p") == "HND"
+    assert worker.agents == {"p": "HND"}

@@ -24,6 +24,12 @@ def _image(offset: int, identifier: str, data: tuple[str, ...] | None = ("pixel_
     )
 
 
+def _adapter(stated: str) -> Any:
+    """Fake: of a text like ``name`` or ``name=path``."""
+    name, _, path = stated.partition("=")
+    return SimpleNamespace(lora_name=name, lora_path=path or f"/adapters/{name}")
+
+
 def _request(
     tokens: list[int], answer: tuple[int, ...] = (), adapter: str = "", images: tuple[Any, ...] = ()
 ) -> Any:
@@ -33,7 +39,7 @@ def _request(
         prompt_embeds=None,
         output_token_ids=list(answer),
         num_tokens=len(tokens) + len(answer),
-        lora_request=SimpleNamespace(lora_name=adapter) if adapter else None,
+        lora_request=_adapter(adapter) if adapter else None,
         mm_features=list(images),
     )
 
@@ -86,6 +92,9 @@ def test_adapters_and_images_are_told_apart() -> None:
     image = _image(40, "cat")
     assert _common(_request(tokens, adapter="a"), _request(tokens, adapter="b")) == 0
     assert _common(_request(tokens), _request(tokens, adapter="b")) == 0
+    mounted, moved = _request(tokens, adapter="a=/mnt/a"), _request(tokens, adapter="a=/tmp/a-v2")
+    assert _common(_request(tokens, adapter="a"), mounted) == 100
+    assert _common(_request(tokens, adapter="a"), moved) == 0, "other weights of one name"
     assert _common(_request(tokens, images=(image,)), _request(tokens, images=(image,))) == 100
     for other in (_image(40, "dog"), _image(41, "cat")):
         found = _common(_request(tokens, images=(image,)), _request(tokens, images=(other,)))
@@ -139,6 +148,22 @@ def test_a_p_that_names_no_images_is_compared_by_its_tokens() -> None:
     stated = state_prompt(_request(tokens, images=(image,)), 100, names_images=False)
     assert stated.common_tokens(_request([*tokens[:50], 7]), names_images=True) == 48
     assert stated.common_tokens(_request(tokens, images=(image,)), names_images=True) is None
+
+
+@pytest.mark.parametrize(
+    ("modality", "name", "is_named"),
+    [
+        ("vision_chunk", "0123456789abcdef-0", False),
+        ("vision_chunk", "my-video-0", True),
+        ("image", "0123456789abcdef-0", True),
+    ],
+)
+def test_a_name_that_vllm_draws_is_none(modality: str, name: str, is_named: bool) -> None:  # noqa: FBT001
+    """0.15 to 0.18 each API server draws those of a video's chunks: they differ at P and D."""
+    chunk = _image(40, name)
+    chunk.modality = modality
+    stated = state_prompt(_request(list(range(100)), images=(chunk,)), 100, names_images=True)
+    assert bool(stated.chain) is is_named
 
 
 @pytest.mark.parametrize("names_images", [True, False])

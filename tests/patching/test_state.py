@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.core.recent_engines import MOST_ENGINES, RecentEngines
+from kvpatch.core.recent_engines import RecentEngines, RecentRanks
 from kvpatch.core.releases import FACTS
 from kvpatch.worker.state import (
     connectors_of,
@@ -76,11 +76,21 @@ def test_it_has_the_facts_of_this_processs_release(state_of, monkeypatch) -> Non
 
 def test_the_oldest_is_forgotten_and_the_last_booked_is_not():
     found = RecentEngines[int]()
-    for number in range(MOST_ENGINES):
+    for number in range(RecentEngines.most):
         found[f"e{number}"] = number
     found["e0"] = 7
     found["new"] = 8
 
-    assert len(found) == MOST_ENGINES
+    assert len(found) == RecentEngines.most
     assert "e1" not in found
     assert (found["e0"], found["new"]) == (7, 8)
+
+
+def test_a_rank_that_is_used_is_not_forgotten():
+    found = RecentRanks[int]()
+    found["a"] = 0
+    for number in range(2 * found.most):
+        found[f"r{number}"] = number
+        assert found.used("a") == 0
+    assert len(found) == found.most
+    assert found.used("nobody") is None
