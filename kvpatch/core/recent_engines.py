@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TypeVar
 
 V = TypeVar("V")
@@ -24,7 +25,8 @@ class RecentEngines(OrderedDict[str, V]):
         """Returns an engine's value, as booked anew; None where there is none."""
         found = self.get(engine_id)
         if found is not None:
-            self[engine_id] = found
+            with suppress(KeyError):  # another thread has just forgotten it
+                self.move_to_end(engine_id)
         return found
 
 

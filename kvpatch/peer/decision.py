@@ -172,7 +172,7 @@ def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bo
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
     has_draft = ours.layers_differ_in_shape and ours.groups is None and not ours.has_latents
     return (
-        (bool(whole) or (has_draft and peer.tp_size != ours.tp_size))
+        (bool(whole) or (has_draft and peer.tp_size < ours.tp_size))
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
         and not local.reads_all
@@ -209,8 +209,8 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     same_layout = peer.layout in (None, ours.layout) or are_latents
     # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
     inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
-    # Beside latents a draft model's may be whole on each rank.
-    are_copies = ours.has_latents and peer.block_bytes == ours.block_bytes
+    # Beside MLA a draft model's may be whole on each rank.
+    are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
     same_heads = peer.tp_size == ours.tp_size or (
         (inner == "HND" or not ours.has_heads or are_copies)
         and not has_ranks_unmet(ours, peer)

@@ -148,6 +148,7 @@ class LocalGeometry:
         backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
             is not known.
         backends: the names of all layers' attention backends; none in releases <= 0.11.0.
+        uses_mla: True if the model's attention is MLA; a draft model's may have heads.
     """
 
     layers: Mapping[str, LayerCache]
@@ -177,6 +178,7 @@ class LocalGeometry:
     state_bytes: tuple[int, ...] = ()
     backend_layout: str | None = None
     backends: frozenset[str] = frozenset()
+    uses_mla: bool = False
     tiles_on_amx: bool = True
     dtype: str = ""
 
@@ -259,6 +261,7 @@ def local_geometry_of(
         ),
         backend=str(worker.backend_name),
         backends=frozenset(backend.get_name() for backend in release.backends),
+        uses_mla=bool(worker.use_mla),
         key_order=key_order,
         tiles_on_amx=release.tiles_on_amx,
         dtype="" if facts.states_kernel_blocks else release.cache_dtype,

@@ -174,7 +174,7 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
             # Of several groups' layers some may have blocks that are not cut, or of more tokens.
             parts = {1, max(1, plane.counts.block_tokens // int(worker.block_size))}
             # The tokens of a whole plane say nothing: DeepSeek-V4's rows, which vLLM cuts.
-            number, rest = divmod(int(worker.num_blocks), plane.counts.blocks)
+            number, rest = divmod(int(worker.num_blocks), max(1, plane.counts.blocks))
             if plane.is_whole and not rest:
                 parts.add(number)
             sizes = ((start, size * number) for start, size in regions for number in parts)
