@@ -47,6 +47,12 @@ class ReadingAgent(AgentProxy):
         self._self_reader = reader
         self._self_worker = worker
 
+    @property
+    def _reads(self) -> Any:
+        """The ``HeterogeneousReads`` of this worker; None before the first such peer."""
+        reader = self._self_reader
+        return None if reader is None else reader.heterogeneous
+
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
         """Keeps what hides addresses of the peer's rank in P's answers."""
         name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
@@ -108,8 +114,7 @@ class ReadingAgent(AgentProxy):
 
     def _read(self, context: RequestContext, handle: Any, notification: bytes) -> OwnRead:
         """Prepares the read of a request; P is told of one that fails, which nobody will read."""
-        reader = self._self_reader
-        made = None if reader is None else reader.heterogeneous
+        reader, made = self._self_reader, self._reads
         ranks = booked_ranks(self._self_worker, context.engine_id, handle)
         try:
             if context.refusal is not None:
@@ -165,9 +170,9 @@ class ReadingAgent(AgentProxy):
 
     def stop_reading(self) -> None:
         """Ends the thread of this worker's reads."""
-        reader = self._self_reader
-        if reader is not None and reader.thread is not None:
-            reader.thread.stop()
+        reads = self._reads
+        if reads is not None and reads.thread is not None:
+            reads.thread.stop()
 
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
@@ -175,7 +180,7 @@ class ReadingAgent(AgentProxy):
         The next read has the thread start again, and the staging pool made anew (0.33 registers
         anew when it wakes up).
         """
-        reads = getattr(self._self_reader, "heterogeneous", None)
+        reads = self._reads
         if reads is not None:
             reads.rest(self.__wrapped__)
         return self.__wrapped__.deregister_memory(*args, **kwargs)

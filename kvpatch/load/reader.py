@@ -178,7 +178,9 @@ class Loads:
         return found
 
     def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
-        if context.expires is not None and self.leases != Leases():
+        if self.leases == Leases():  # none are looked at
+            return Lease()
+        if context.expires is not None:
             return Lease(context.expires)
         request, leases = context.request, self.leases.at(releases)
         if request is None:

@@ -1,4 +1,4 @@
-"""Reads the tensors that a worker is handed; has its loads checked, and its cache read into."""
+"""Reads the tensors that a worker is handed, and gives it its checks of loads and its reader."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ _READ_BACK_SECONDS = 480
 def attach_reader(
     release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
 ) -> None:
-    """Has a worker's loads checked, and gives it its reader if its cache can be read into."""
+    """Puts checks around a worker's loads; gives it its reader if its cache can be read into."""
     worker = release.worker
     is_misread = own.cache is not None and mend_block_size(release, own.cache[0])
     if release.computes_on_amx():

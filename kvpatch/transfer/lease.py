@@ -107,9 +107,7 @@ class Leases:
 
         How such a P is configured is not known, and is taken for the release's default.
         """
-        if self.seconds == inf or all(
-            FACTS[name].grants_leases == (self.extension is not None) for name in releases
-        ):
+        if all(FACTS[name].grants_leases == (self.extension is not None) for name in releases):
             return self
         seconds = min(FACTS[name].blocks_kept_seconds for name in releases)
         return replace(self, seconds=float(seconds), extension=None)

@@ -23,7 +23,7 @@ _BY_HAND = sorted({*(ROOT / "docs").rglob("*.md")} - {*pages.GENERATED, _INCLUDE
 #: A docstring begins with a verb in the third person, or with a noun and its article.
 _NO_BEGINNING = re.compile(r"(?:What|Whether|Of|As|Whose|Has|Those|With)\b")
 #: Docstrings that still begin so. No folder may get more, and 0 stays 0.
-_LEFT = {"kvpatch": 2, "kvpatch/tools": 0, "tests": 360, "experiments": 0}
+_LEFT = {"kvpatch": 1, "kvpatch/tools": 0, "tests": 360, "experiments": 0}
 #: Names of two classes each; no name may come to these.
 _TWICE = {"Caches", "Copy", "Entry", "Outcome", "Place", "_Reading"}
 

@@ -20,6 +20,14 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 #: Blocks that hold one request of the longest kind, and some.
 _LATENTS = EngineSpec("mla", "BLHNC", block_tokens=256, planned_blocks=12, layers=4, head_dim=64)
+DEEPSEEK_V4 = replace(
+    _LATENTS,
+    kinds=("compressed", "compressed indexer", "window of latents", "compressor"),
+    has_own_tables=True,
+    planned_blocks=160,
+)
+#: The same where the model's runner lays it out.
+RUNNERS_DEEPSEEK_V4 = replace(DEEPSEEK_V4, layout="HND")
 _HEADS = EngineSpec("flash", "HND", planned_blocks=40, layers=2)
 _POOLED = replace(_HEADS, kinds=("pooled",))
 _BESIDE = EngineSpec("flash", "BLHNC", block_tokens=64, planned_blocks=30, layers=2)
@@ -59,12 +67,7 @@ def _everywhere(outcome: Outcome, words: str) -> dict[tuple[int, int], tuple[Out
 _MODELS = {
     # Its blocks are rows of all groups' layers; every rank has all of them.
     "deepseek-v4": Model(
-        replace(
-            _LATENTS,
-            kinds=("compressed", "compressed indexer", "window of latents", "compressor"),
-            has_own_tables=True,
-            planned_blocks=160,
-        ),
+        DEEPSEEK_V4,
         ("refused", "compressed latents of all tokens, then their scales, and move whole"),
         _everywhere(*_IDENTICAL),
         since="0.30",
@@ -142,8 +145,7 @@ def model(lab: Lab, request: pytest.FixtureRequest) -> Model:
     found = _MODELS[request.param]
     if request.param == "deepseek-v4" and has_runners_rows(lab.release):
         cut: tuple[Outcome, str] = ("refused", "each block is a row of all layers")
-        engine = replace(found.engine, layout="HND")
-        return replace(found, engine=engine, registers_since="0.24", cut=cut)
+        return replace(found, engine=RUNNERS_DEEPSEEK_V4, registers_since="0.24", cut=cut)
     if not has_named_layouts(lab.release) or Version(lab.release) < Version(found.since):
         pytest.skip("this release has no such cache, or lays it out in the model's runner")
     return found
@@ -187,7 +189,7 @@ def test_other_ranks(lab: Lab, model: Model, ranks: tuple[int, int]) -> None:
 @pytest.mark.on(has=has_runners_rows)
 def test_rows_that_the_release_cuts(lab: Lab) -> None:
     """Of 512 tokens DeepSeek-V4's row of all layers is two of vLLM's blocks."""
-    engine = replace(_MODELS["deepseek-v4"].engine, layout="HND", block_tokens=512)
+    engine = replace(RUNNERS_DEEPSEEK_V4, block_tokens=512)
     case = Case("rows in two parts", engine, engine, 300)
 
     lab.run(case).must_be("identical")

@@ -424,6 +424,17 @@ def test_states_of_other_ranks_are_not_and_attention_is(
     found.assert_counted(alarm=ranks[1])
 
 
+def _assert_copies_are_no_alarm(found: Scene) -> None:
+    """Of what several of P's ranks have, each has bits of its own from now on."""
+    found.prefill.call("part_copies")
+    for _ in range(3):
+        prompt, ask = found.fresh()
+        assert found.prefill.call("digests.made", prompt.name) == "made"
+        found.decode.ask(ask)
+        found.decode.must_receive(prompt)
+    assert found.decode.call("digests.counts")["alarm"] == 0
+
+
 @pytest.mark.on(reads_states_by_latents=True)
 def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage, lab: Lab) -> None:
     """Each of P's ranks has a latent whole, with bits of its own, and D has one of them."""
@@ -440,13 +451,7 @@ def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(stage: Stage
         for size in (2, 1)
     )
     found = scene(lab, stage, p, d)
-    found.prefill.call("part_copies")
-    for _ in range(3):
-        prompt, ask = found.fresh()
-        assert found.prefill.call("digests.made", prompt.name) == "made"
-        found.decode.ask(ask)
-        found.decode.must_receive(prompt)
-    assert found.decode.call("digests.counts")["alarm"] == 0
+    _assert_copies_are_no_alarm(found)
 
 
 @pytest.mark.on(since="0.20")  # else: has no such ranks
@@ -457,11 +462,5 @@ def test_heads_of_a_rank_that_is_read_for_its_states_are_no_alarm(
     """Two of P's ranks have a head, each with bits of its own, and the release reads the first."""
     p, d = (replace(_STATES, tp_size=size, kv_heads=2) for size in ranks)
     found = scene(lab, stage, p, d)
-    found.prefill.call("part_copies")
-    for _ in range(3):
-        prompt, ask = found.fresh()
-        assert found.prefill.call("digests.made", prompt.name) == "made"
-        found.decode.ask(ask)
-        found.decode.must_receive(prompt)
-    assert found.decode.call("digests.counts")["alarm"] == 0
+    _assert_copies_are_no_alarm(found)
     found.fail_handed_on()

@@ -23,6 +23,7 @@ from .releases import has_runners_rows
 from .selection import in_turns
 from .stage import Actor, Stage
 from .test_cache_groups import BLOCK_TOKENS, engine_of
+from .test_layer_kinds import DEEPSEEK_V4, RUNNERS_DEEPSEEK_V4
 from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -368,18 +369,8 @@ def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(stage: Stage, lab
 
 # -- caches that kvpatch does not read into: the release alone reads, and what it reads is checked
 
-_COMPRESSED = ("compressed", "compressed indexer", "window of latents", "compressor")
 _UNREAD = {
-    "deepseek-v4": EngineSpec(
-        "mla",
-        "BLHNC",
-        block_tokens=256,
-        planned_blocks=160,
-        layers=4,
-        head_dim=64,
-        kinds=_COMPRESSED,
-        has_own_tables=True,
-    ),
+    "deepseek-v4": DEEPSEEK_V4,
     "summaries": EngineSpec(
         layout="BLHNC", block_tokens=64, planned_blocks=60, kinds=("", "summary")
     ),
@@ -412,7 +403,7 @@ def test_stale_blocks_of_caches_that_the_release_alone_reads(
         pytest.skip("this release has no such cache, or lays it out in the model's runner")
     spec = _UNREAD[cache]
     if cache == "deepseek-v4" and has_runners_rows(lab.release):
-        spec = replace(spec, layout="HND")
+        spec = RUNNERS_DEEPSEEK_V4
     is_compared = spec.contexts == 1
     decode = stage.decode(spec)
     for patched in (True, False):
@@ -437,7 +428,7 @@ def test_stale_blocks_of_caches_that_the_release_alone_reads(
 
 @pytest.mark.on(since="0.32")
 def test_d_computes_a_load_of_compressed_caches_that_fails(stage: Stage) -> None:
-    spec = replace(_UNREAD["deepseek-v4"], own_scheduler=True, load_failure_policy="fail")
+    spec = replace(DEEPSEEK_V4, own_scheduler=True, load_failure_policy="fail")
     decode = stage.decode(spec)
     prompt = _lose(stage, spec, decode, "gone")
     _assert_computed(decode, prompt)
