@@ -204,6 +204,8 @@ class ReleaseFacts:
     grants_leases: bool = _since("0.22.0")
     #: P's lists may go on behind the prompt where P drafts tokens.
     lists_drafted_blocks: bool = _since("0.10.0", "0.25.0")
+    #: of a model with recurrent state the group with the longest prefix hit decides for all.
+    takes_longest_hit: bool = _since("0.24.0", "0.27.0")
     #: the blocks of a request that ends while a step is under way are freed behind that step.
     frees_blocks_later: bool = _since("0.24.0")
     #: a step of the scheduler can leave new prompts out.

@@ -227,6 +227,11 @@ update_requests_with_invalid_blocks = _at(
     *(_CORE, "_update_requests_with_invalid_blocks", "requests", "invalid_block_ids"),
     *(_if("counts_tokens_of_failed", "num_scheduled_tokens"), "evict_blocks"),
 )
+#: Where vLLM's scheduler looks each cache group up in its prefix cache, alone (0.24 to 0.26).
+longest_hit_of_each_group = _at(
+    Place("vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator"),
+    *("find_longest_cache_hit_per_group", "block_hashes", "max_cache_hit_length"),
+)
 _free = _at(_MANAGER, "free", "request")
 _pop_blocks = _at(_MANAGER, "pop_blocks_for_free", "request")
 

@@ -28,6 +28,7 @@ from kvpatch.worker.kv_cache_groups import (
     counted_group,
     drafted_tokens,
     fills_no_more_blocks,
+    has_state,
     is_of_whole_prompt,
     still_has,
     window_alone,
@@ -159,16 +160,24 @@ class PromptLoads:
         if taker is not request:
             _leave(scheduler, request, taker)
 
+    def forget_unread(self, request: Any) -> None:
+        """Lets a retry load what an aborted request was to read back: D has not heard of a read."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and not params.get("_remote_blocks_processed"):
+            self._forget(request)
+
     def forget_failed(self, scheduler: Any, request: Any) -> None:
         """Lets a retry load what a request could not: P has not heard of a read, and keeps it.
 
         Of several ranks one may have told P: then P's word has to say whether it keeps it.
         """
         params = request.kv_transfer_params or {}
-        answer = _answer(params)
         ours = int(scheduler.vllm_config.parallel_config.world_size)
-        if not params.get(HOLD) and max(ours, int(params.get("tp_size") or 1)) > 1:
-            return
+        if params.get(HOLD) or max(ours, int(params.get("tp_size") or 1)) == 1:
+            self._forget(request)
+
+    def _forget(self, request: Any) -> None:
+        answer = _answer(request.kv_transfer_params or {})
         known = self._takers.get(answer)
         if known is not None and known() is request:
             del self._takers[answer]
@@ -276,6 +285,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     tokens, held = load
     if is_of_whole_prompt(scheduler, facts) and not tokens == held == end:
         return 0
+    if tokens >= request.num_tokens and has_state(scheduler, facts):
+        return 0  # vLLM computes the last token again, on a state that has it already
     if tokens < held and facts.has_cache_groups:
         cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
         if not still_has(scheduler, held, tokens, cuts_finer=cuts_finer):

@@ -16,7 +16,8 @@ How:
     P's answer states the number of tokens that it holds, and hashes over them at 64 places at most
     (``kvpatch_prompt``, one text of 0.5 KB). D finds the last place where its own prompt has the
     same hash, loads up to there, and has vLLM compute the rest. A model with recurrent state loads
-    all or nothing, and one with sliding windows nothing that P may have let go of. A request with
+    all or nothing (0.24 to 0.26 its prefix hit is what all of its layers have: vLLM goes by the
+    longest), and one with sliding windows nothing that P may have let go of. A request with
     an answer that another one has loaded already loads nothing: the prefix cache has the prompt.
     A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
     alone tell it what to load, and a load of it that fails a check stays one that failed.
@@ -80,6 +81,8 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
     is_queued = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
     if is_queued and not is_push(scheduler):
         loads.give_up(scheduler, request)
+    elif not is_queued:
+        loads.forget_unread(request)
 
     def amended(found: Any) -> Any:
         keeps_blocks, params = found
@@ -99,11 +102,26 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
     return amended
 
 
+def _longest_hit_of_each_group(
+    _: Wrapped, instance: Any, block_hashes: Any, max_cache_hit_length: int
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns the hit that all groups have. What is computed goes on from the longest one's end.
+
+    A load brings the state behind it; a prompt that is computed, plain ones too, went on from no
+    state. 0.27 looks again where nothing is loaded, which only its scheduler knows.
+    """
+    blocks, tokens, *_more = instance.find_longest_cache_hit(block_hashes, max_cache_hit_length)
+    return blocks, (tokens,) * len(blocks)
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    return {
+    found: dict[Site, Wrapper | Step] = {
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
         **dict.fromkeys(seams.request_finished(facts), Step(answer, _answer)),
     }
+    if facts.takes_longest_hit:
+        found[seams.longest_hit_of_each_group(facts)] = _longest_hit_of_each_group
+    return found
 
 
 PATCH = Patch(slug="same_prompt", wire_affecting=False, sites=_sites, document=__doc__)

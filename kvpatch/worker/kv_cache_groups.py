@@ -116,12 +116,21 @@ def is_of_whole_prompt(scheduler: Any, facts: ReleaseFacts) -> bool:
     A recurrent state stands behind all of its tokens. Attention that looks ahead within a prompt
     (``non_causal``, from 0.24 on) has other keys for each prompt.
     """
-    plan = scheduler.kv_cache_config if facts.has_cache_groups else None
-    specs = () if plan is None else [g.kv_cache_spec for g in plan.kv_cache_groups]
-    return any(
-        _is_kind(spec, _STATE) or any(getattr(one, "non_causal", False) for one in _members(spec))
-        for spec in specs
+    return has_state(scheduler, facts) or any(
+        getattr(one, "non_causal", False)
+        for spec in _planned_specs(scheduler, facts)
+        for one in _members(spec)
     )
+
+
+def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
+    """True if a cache of the scheduler's plan is recurrent state."""
+    return any(_is_kind(spec, _STATE) for spec in _planned_specs(scheduler, facts))
+
+
+def _planned_specs(scheduler: Any, facts: ReleaseFacts) -> list[Any]:
+    plan = scheduler.kv_cache_config if facts.has_cache_groups else None
+    return [] if plan is None else [group.kv_cache_spec for group in plan.kv_cache_groups]
 
 
 def fills_no_more_blocks(

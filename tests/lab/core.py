@@ -131,8 +131,19 @@ class CoreScheduler:
             # Of a model with recurrent state P computes all tokens but the last.
             tracked.tokens = min(tracked.tokens, tracked.request.num_prompt_tokens)
             tracked.tables = self._tables(request_id)
+            self._check_states(tracked, end - count)
             computed.append((tracked, range(end - count, end)))
         return Computation(output.kv_connector_metadata, tuple(computed), output)
+
+    def _check_states(self, tracked: Tracked, start: int) -> None:
+        """Raises where a request would go on from a recurrent state that it has not got."""
+        if not self.spec.has_state or self.spec.state_mode == "none" or not start:
+            return
+        groups = self._core.kv_cache_config.kv_cache_groups
+        for group, size, table in zip(groups, self._block_tokens, tracked.tables, strict=True):
+            is_state = type(group.kv_cache_spec).__name__ == "MambaSpec"
+            if is_state and not table[(start - 1) // size]:
+                raise ValueError(f"{tracked.request.request_id} has no state behind {start} tokens")
 
     def computed(self, computation: Computation) -> None:
         """Answers prompts that are complete with a token, which ends them."""

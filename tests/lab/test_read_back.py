@@ -69,6 +69,22 @@ def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
         assert prefill.wrong(again)[0] == 0, f"{name}, from P's prefix cache"
 
 
+@pytest.mark.parametrize("more", [0, 30])
+def test_a_state_that_has_the_last_token(stage: Stage, more: int) -> None:
+    """P leaves out its prompt's last token, and computes the one before it in any case."""
+    spec = replace(_SPEC, **MODELS["states"])  # type: ignore[arg-type]
+    prefill = stage.start(spec, _BOTH_WAYS)
+    decode = stage.start(replace(spec, answer_tokens=60, stops_after=_ANSWER), _BOTH_WAYS)
+    first, answer = _turn(stage, prefill, decode)
+    turn = replace(stage.prompt(_TOKENS + _ANSWER + more), number=first.number)
+
+    (served,) = prefill.complete(Ask(turn, answer))
+
+    loaded = _TOKENS + _ANSWER - 1 if more else 0
+    assert served.computed == turn.tokens - 1 - loaded
+    assert prefill.wrong(turn)[0] == 0
+
+
 @pytest.mark.on(since="0.25")  # else: no such layers
 @pytest.mark.parametrize("tokens", [_BLOCK, 2 * _BLOCK])
 def test_a_turn_with_a_gap(stage: Stage, tokens: int) -> None:

@@ -103,6 +103,22 @@ def test_a_retry_loads_what_the_first_could_not() -> None:
     assert loads.is_again(scheduler, late)
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["given up", "read"])
+def test_a_retry_reads_back_what_the_first_did_not(is_over: bool) -> None:  # noqa: FBT001
+    """A P that gives up a turn before it has blocks for it tells D nothing, which keeps its own."""
+    loads, scheduler = PromptLoads(), _scheduler()
+    first, other, retry = (_Request(number) for number in range(3))
+    for request in (first, other, retry):
+        request.kv_transfer_params |= {"do_remote_prefill": False, "do_remote_decode": True}
+    assert not loads.is_again(scheduler, first)
+    assert loads.is_again(scheduler, other)
+    loads.forget_unread(other)
+    if is_over:
+        first.kv_transfer_params["_remote_blocks_processed"] = True
+    loads.forget_unread(first)
+    assert loads.is_again(scheduler, retry) == is_over
+
+
 @pytest.mark.parametrize("hold", ["", "1/2"])
 def test_of_several_ranks_one_may_have_told_p(hold: str) -> None:
     """A P that grants holds says itself whether it keeps the blocks."""
