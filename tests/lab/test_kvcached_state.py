@@ -17,7 +17,7 @@ from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts
 from .selection import some_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.19")]
 
 _PROMPT_TOKENS = 300
 

@@ -21,7 +21,7 @@ from .host import Lab
 from .selection import some_of
 from .states import MODELS
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.19")]
 
 _PROMPT_TOKENS = 300
 #: The first release whose connector takes states of a kind; of Kimi's there were four before.
