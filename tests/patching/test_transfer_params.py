@@ -379,11 +379,13 @@ def test_what_is_shown_is_one_short_line() -> None:
     assert shown("engine-1") == "'engine-1'"
 
 
-def _server(connector: str) -> Any:
+def _server(connector: str | None, module: str | None = None) -> Any:
     """Fake: of the API server's engine client there is no more than its settings."""
     return SimpleNamespace(
         vllm_config=SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector=connector),
+            kv_transfer_config=SimpleNamespace(
+                kv_connector=connector, kv_connector_module_path=module
+            ),
             model_config=SimpleNamespace(max_model_len=1024),
         )
     )
@@ -432,7 +434,10 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     async def create(request: Any, raw_request: Any = None) -> str:
         return "answered"
 
-    server = SimpleNamespace(create_error_response=lambda message: f"error: {message}")
+    server = SimpleNamespace(
+        create_error_response=lambda message: f"error: {message}",
+        engine_client=_server("NixlConnector"),
+    )
 
     def ask(prompt: Any, embedded: Any = None, release: str = "0.33.0") -> Any:
         request = SimpleNamespace(prompt=prompt, prompt_embeds=embedded, kv_transfer_params=_OWN)
@@ -445,3 +450,13 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     assert ask("", b"x", "0.15.1") == "answered"  # <= 0.15 it is no prompt there
     for embedded, release in ((b"x", "0.16.0"), ([b"x", b"y"], "0.15.1")):
         assert ask("", embedded, release).startswith(several)
+    for connector, module, is_asked in (
+        ("MultiConnector", None, True),
+        ("Own", "somebodys.connector", True),
+        ("LMCacheConnectorV1", None, False),  # of which stock warns, and serves them
+        (None, None, False),
+    ):
+        server.engine_client = _server(connector, module)
+        assert ask(["one", "two"]).startswith(several if is_asked else "answered")
+    server.engine_client.vllm_config.kv_transfer_config = None
+    assert ask(["one", "two"]) == "answered"
