@@ -129,7 +129,7 @@ class Session:
             wrapt.register_post_import_hook(act, module)
 
     def _on_front_end(self, slug: str, module: ModuleType) -> None:
-        """Wraps what the API server has; what goes wrong here the engine's own part catches."""
+        """Wraps what the API server has."""
         row = self._rows.get(slug)
         if not self._enabled or self._facts is None or row is None:
             return
@@ -142,6 +142,12 @@ class Session:
                 if site.is_front_end and module.__name__ == site.module
             }
             self._ledger.apply(slug, here)
+        except SiteDrifted as error:
+            _LOG.warning("kvpatch: %s is not applied to the API server: %s", slug, error)
+            # The scheduler checks what the engine's client hands it, and children of this process
+            # may be engines. It cannot see that several prompts were one request.
+            if module.__name__ != seams.server_add_request(self._facts).module:
+                self._rows[slug] = PatchStatus(slug, "refused", str(error))
         # Nothing may leave an import hook.
         except Exception as error:  # noqa: BLE001
             self._rows[slug] = PatchStatus(slug, "refused", str(error))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch.core import seams
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, facts_of
 from kvpatch.patches import SLUGS, load
 
@@ -174,6 +175,31 @@ def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_pa
     assert "register_kv_caches" in built and "expected" in built and "found" in built
     assert facts.release in built and "block_count" in built
     assert refused and rows["block_count"] == "refused"
+
+
+_REPLACE = """
+module = importlib.import_module({module!r})
+async def found(self, *args, **kwargs): pass
+setattr(module.{owner}, {name!r}, found)
+kvpatch.enable()
+"""
+
+
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_a_client_that_monitoring_has_replaced_spares_the_engine(release, tmp_path):
+    """Whose scheduler checks the same parameters, but not that one request has several prompts."""
+    facts = FACTS[release]
+    tree = write_tree(tmp_path, facts, facts.release)
+    for site, expected in (
+        (seams.server_add_request(facts), "built"),
+        (seams.create_completion(facts), "PatchRefused"),
+    ):
+        replace = _REPLACE.format(module=site.module, owner=site.owner, name=site.name)
+        built, refused, rows, _ = _construct(tree, replace, facts)
+
+        assert built.partition(":")[0] == expected
+        assert refused == (expected != "built")
+        assert rows["transfer_params"] == ("refused" if refused else "applied")
 
 
 def test_undo_takes_the_tripwire_out(tmp_path):
