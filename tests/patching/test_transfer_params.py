@@ -69,6 +69,7 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
         {**_OWN, "remote_block_ids": []},
         {**_OWN, "remote_block_ids": [[], []]},
         {**_OWN, "remote_block_ids": ([1, 2], (3,))},
+        {**_OWN, "remote_request_id": "a client's\tX-Request-Id\n"},
         {**_OWN, "remote_host": "prefill-0.pool.svc"},
         {**_OWN, "remote_host": "fe80::1%eth0"},
         {**_OWN, "remote_host": "[::1]"},
@@ -192,6 +193,8 @@ def test_as_many_blocks_as_a_prompt_can_have() -> None:
 
 _FLAT = {**_OWN, "remote_block_ids": [1, 2, 3]}
 _BARE = {"do_remote_decode": True}
+_TYPED_TO_P = {**_TO_P, "remote_request_id": None, "remote_block_ids": [], "remote_num_tokens": 0}
+_OF_ZEROS = {**_TYPED_TO_P, "remote_port": 0}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +207,14 @@ _BARE = {"do_remote_decode": True}
         (_BARE, "0.10.2", {**_PROXYS, **_BARE}),  # P saves a prompt whose reader nobody knows
         (_TO_P, "0.10.2", _TO_P),
         (_BARE, "0.13.0", _BARE),
+        # Stock counts no tokens of an earlier turn.
+        ({**_TYPED_TO_P, "remote_block_ids": [[]]}, "0.33.0", _TYPED_TO_P),
+        ({**_TYPED_TO_P, "remote_block_ids": [[], []], "remote_port": 0}, "0.21.0", _OF_ZEROS),
     ],
 )
 def test_what_is_missing_is_completed(params: Any, release: str, expected: Any) -> None:
     assert completed(params, FACTS[release]) == expected
+    assert checked(params, FACTS[release], _LIMITS) == expected
 
 
 def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None:
