@@ -135,7 +135,7 @@ def _is_as_recorded(root: Path | ZipPath, distribution: metadata.Distribution) -
     if facts is None or not isinstance(root, Path):  # a wheel is as it was built
         return facts is not None
     places = (facts.connector, facts.worker, facts.reader, facts.scheduler)
-    modules = {facts.completions_module, *_ENGINES, *(place.module for place in places)}
+    modules = {*_ENGINES, *(place.module for place in places)}
     paths = {f"{module.replace('.', '/')}.py" for module in modules}
     listing = (distribution.read_text("RECORD") or "").splitlines()
     sizes = {path: line.rpartition(",")[2] for line in listing if (path := _path(line)) in paths}

@@ -177,6 +177,38 @@ def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_pa
     assert refused and rows["block_count"] == "refused"
 
 
+def test_a_connector_in_another_module_than_the_releases_is_refused(tmp_path):
+    """Where KVPATCH_GENERATION names another release, nothing would be patched."""
+    old, new = FACTS["0.19.1"], FACTS["0.20.0"]
+    for found, named in ((new, old), (old, new)):
+        tree = write_tree(tmp_path / found.release, found, found.release)
+
+        built, *_ = _construct(tree, facts=found, KVPATCH_GENERATION=named.release)
+
+        assert built.startswith("PatchRefused:")
+        assert found.connector.module in built and named.connector.module in built
+        assert "unset KVPATCH_GENERATION" in built
+
+        undone = "kvpatch.enable(); importlib.import_module({module!r}); kvpatch.disable()"
+        undo = undone.format(module=found.connector.module)
+        built, *_ = _construct(tree, undo, found, KVPATCH_GENERATION=named.release)
+        assert built == "built"
+
+
+def test_a_module_that_hands_the_connector_on_is_let_be(tmp_path):
+    """As a build might keep the old name: other code imports it."""
+    facts, old = FACTS["0.20.0"], FACTS["0.19.1"].connector.module
+    tree = write_tree(tmp_path, facts, facts.release)
+    handed_on = f"from {facts.connector.module} import {facts.connector.owner}\n"
+    (tree / f"{old.replace('.', '/')}.py").write_text(handed_on)
+
+    built, refused, *_ = _construct(
+        tree, f"kvpatch.enable(); importlib.import_module({old!r})", facts
+    )
+
+    assert built == "built" and not refused
+
+
 _REPLACE = """
 module = importlib.import_module({module!r})
 async def found(self, *args, **kwargs): pass
