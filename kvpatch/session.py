@@ -227,8 +227,8 @@ class Session:
     ) -> None:
         raise PatchRefused(
             f"kvpatch cannot patch {type(instance).__name__} of {self.status().vllm}: {reason}",
-            f"unset {settings.GENERATION}, or reinstall vLLM, so that its version is that of its "
-            f"code, or unset {settings.ENABLE}",
+            f"set {settings.GENERATION} to the release whose code it has, or reinstall vLLM and "
+            f"unset it, or unset {settings.ENABLE}",
         )
 
     def _apply(self) -> None:

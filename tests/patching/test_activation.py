@@ -187,7 +187,7 @@ def test_a_connector_in_another_module_than_the_releases_is_refused(tmp_path):
 
         assert built.startswith("PatchRefused:")
         assert found.connector.module in built and named.connector.module in built
-        assert "unset KVPATCH_GENERATION" in built
+        assert "set KVPATCH_GENERATION to the release whose code it has" in built
 
         undone = "kvpatch.enable(); importlib.import_module({module!r}); kvpatch.disable()"
         undo = undone.format(module=found.connector.module)
