@@ -41,6 +41,10 @@ _LEFT_BEHIND = "RAY_NON_CARRY_OVER_ENV_VARS"
 _DO_KVCACHEDS_PART = ("kvcached_layout", "kvcached_regions", "block_count")
 
 
+#: The names of the class that defines the connector's methods.
+_OWNERS = tuple(dict.fromkeys(place.owner for place in CONNECTORS))
+
+
 class Session:
     """The state of kvpatch in this process; there is one, :data:`SESSION`."""
 
@@ -72,8 +76,7 @@ class Session:
         self._rows = {slug: self._before_import(slug) for slug in SLUGS}
         if self._problem:
             _LOG.error("%s", self.status().summary())
-        places = CONNECTORS if self._facts is None else (self._facts.connector,)
-        for module in {place.module for place in places}:
+        for module in {place.module for place in CONNECTORS}:
             self._when_imported(module, self._on_import)
         for module in () if self._facts is None else seams.front_end_modules(self._facts):
             for slug in FRONT_ENDS:
@@ -129,7 +132,7 @@ class Session:
             wrapt.register_post_import_hook(act, module)
 
     def _on_front_end(self, slug: str, module: ModuleType) -> None:
-        """Wraps what the API server has; what goes wrong here the engine's own part catches."""
+        """Wraps what the API server has."""
         row = self._rows.get(slug)
         if not self._enabled or self._facts is None or row is None:
             return
@@ -142,6 +145,12 @@ class Session:
                 if site.is_front_end and module.__name__ == site.module
             }
             self._ledger.apply(slug, here)
+        except SiteDrifted as error:
+            _LOG.warning("kvpatch: %s is not applied to the API server: %s", slug, error)
+            # The scheduler checks what the engine's client hands it, and children of this process
+            # may be engines. It cannot see that several prompts were one request.
+            if module.__name__ != seams.server_add_request(self._facts).module:
+                self._rows[slug] = PatchStatus(slug, "refused", str(error))
         # Nothing may leave an import hook.
         except Exception as error:  # noqa: BLE001
             self._rows[slug] = PatchStatus(slug, "refused", str(error))
@@ -180,6 +189,9 @@ class Session:
     def _on_import(self, module: ModuleType) -> None:
         if not self._enabled:
             return
+        if self._facts is not None and module.__name__ != self._facts.connector.module:
+            self._on_another(module, self._facts)
+            return
         try:
             self._apply()
         # Nothing may leave an import hook, and no failure may pass for success:
@@ -192,6 +204,32 @@ class Session:
             _LOG.info("%s", status.summary())
             return
         self._trip(module, status)
+
+    def _on_another(self, module: ModuleType, facts: ReleaseFacts) -> None:
+        """Trips connectors of a module in which the release has none, so that nothing is patched.
+
+        A module that only hands on the connector of the release's own module is let be.
+        """
+        found = [c for c in _connectors_in(module) if c.__module__ == module.__name__]
+        if not found:
+            return
+        reason = (
+            f"it is of {module.__name__}, and {facts.release}, for which this vLLM is taken, has "
+            f"the connector in {facts.connector.module}"
+        )
+        _LOG.error("kvpatch: a connector was imported that is not patched: %s", reason)
+        for connector in found:
+            refuse = partial(self._refuse_another, reason)
+            self._ledger.wrap(_TRIPWIRE, connector, "__init__", refuse)
+
+    def _refuse_another(
+        self, reason: str, wrapped: Wrapped, instance: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        raise PatchRefused(
+            f"kvpatch cannot patch {type(instance).__name__} of {self.status().vllm}: {reason}",
+            f"set {settings.GENERATION} to the release whose code it has, or reinstall vLLM and "
+            f"unset it, or unset {settings.ENABLE}",
+        )
 
     def _apply(self) -> None:
         if self._facts is None:
@@ -224,14 +262,13 @@ class Session:
 
     def _trip(self, module: ModuleType, status: Status) -> None:
         """Makes constructing the connector raise, and says so now."""
-        names = tuple(dict.fromkeys(place.owner for place in CONNECTORS))
-        found = [c for c in map(vars(module).get, names) if isinstance(c, type)]
+        found = _connectors_in(module)
         _LOG.error("%s", status.summary())
         if not found:
             _LOG.error(
                 "kvpatch: %s defines none of %s, so that nothing stops the connector: "
                 "do not serve with it",
-                *(module.__name__, ", ".join(names)),
+                *(module.__name__, ", ".join(_OWNERS)),
             )
         for connector in found:
             self._ledger.wrap(_TRIPWIRE, connector, "__init__", self._refuse_construction)
@@ -248,6 +285,10 @@ class Session:
             f"use a release that kvpatch supports, or set {settings.DISABLE}={slugs} to serve "
             f"without these patches, or unset {settings.ENABLE}",
         )
+
+
+def _connectors_in(module: ModuleType) -> list[type]:
+    return [c for c in map(vars(module).get, _OWNERS) if isinstance(c, type)]
 
 
 def _with_ours(wrapped: Callable[..., set[str]], _: Any, *args: Any, **kwargs: Any) -> set[str]:

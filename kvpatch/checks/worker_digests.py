@@ -26,6 +26,7 @@ from kvpatch.checks.hold_check import HoldCheck
 from kvpatch.checks.tables import HoldTable, made_table
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line
 from kvpatch.geometry.plane import Content, Counts, Memory, Plane, Strides
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
@@ -281,7 +282,7 @@ class DigestChecks:
             found = [self._table(*table, (0, order.tokens)) for table in blocks]
             found += [self._states(*states) for states in self._read_states(order)]
         except _ERRORS as error:
-            _LOG.debug("request %s gets no digest: %s", request_id, error)
+            _LOG.debug("request %s gets no digest: %s", one_line(request_id), error)
             found = []
         tables = [table for table in found if table is not None]
         is_held = partial(holds.is_held, request_id, order.generation)

@@ -14,13 +14,21 @@ from kvpatch.core import settings
 from kvpatch.core.errors import ReleaseNotKnown
 from kvpatch.core.releases import Build, ReleaseFacts, facts_named, listed
 
+#: Of the engine's own, which changed where the connector did not (0.15.1, 0.17.1, 0.20.1).
+_ENGINES = ("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler")
+
 
 @dataclass(frozen=True)
 class InstalledVllm:
-    """The distribution that provides the module ``vllm``."""
+    """The distribution that provides the module ``vllm``.
+
+    Attributes:
+        is_as_recorded: True if the connector's files have the sizes that its metadata lists.
+    """
 
     distribution: str
     version: str
+    is_as_recorded: bool = False
 
 
 def installed_vllm() -> InstalledVllm:
@@ -37,7 +45,7 @@ def installed_vllm() -> InstalledVllm:
     beside = vllm_in(root)
     if beside is not None:
         return beside
-    # An editable install keeps its metadata elsewhere.
+    # An editable install keeps its metadata elsewhere. What is found may also be another vLLM's.
     try:
         found = metadata.distribution("vllm")
     except metadata.PackageNotFoundError:
@@ -60,7 +68,10 @@ def vllm_in(root: Path | ZipPath) -> InstalledVllm | None:
             f"{names} all provide the module vllm in {root}",
             "uninstall all but one, then reinstall that one",
         )
-    return InstalledVllm(beside[0].metadata["Name"], beside[0].version) if beside else None
+    if not beside:
+        return None
+    name, version = beside[0].metadata["Name"], beside[0].version
+    return InstalledVllm(name, version, _is_as_recorded(root, beside[0]))
 
 
 def installed_build() -> Build:
@@ -71,9 +82,23 @@ def installed_build() -> Build:
     Raises:
         ReleaseNotKnown: it is none of kvpatch's releases.
     """
-    version, override = installed_vllm().version, settings.generation_override()
-    facts = facts_named(override) if override else listed(version)
-    return _recognised(_module_root(), version) if facts is None else Build(version, facts)
+    vllm, override = installed_vllm(), settings.generation_override()
+    if override:
+        return Build(vllm.version, facts_named(override))
+    return build_in(_module_root(), vllm)
+
+
+def build_in(root: Path | ZipPath, vllm: InstalledVllm) -> Build:
+    """Returns what kvpatch takes a vLLM for that lies in a folder or a wheel.
+
+    A version is trusted where its metadata vouches for the files, and else the code is compared: a
+    checkout moves on below its metadata, or hides an installed release.
+
+    Raises:
+        ReleaseNotKnown: it is none of kvpatch's releases.
+    """
+    facts = listed(vllm.version) if vllm.is_as_recorded else None
+    return _recognised(root, vllm.version) if facts is None else Build(vllm.version, facts)
 
 
 def installed_facts() -> ReleaseFacts:
@@ -83,7 +108,7 @@ def installed_facts() -> ReleaseFacts:
 
 
 @cache
-def _recognised(root: Path, version: str) -> Build:
+def _recognised(root: Path | ZipPath, version: str) -> Build:
     # What reads source is not imported where the version is listed.
     from kvpatch.core.recognise import Source, recognise
 
@@ -103,6 +128,24 @@ def _module_root() -> Path:
             )
         origin = spec.origin
     return Path(origin).resolve().parent.parent
+
+
+def _is_as_recorded(root: Path | ZipPath, distribution: metadata.Distribution) -> bool:
+    facts = listed(distribution.version)
+    if facts is None or not isinstance(root, Path):  # a wheel is as it was built
+        return facts is not None
+    places = (facts.connector, facts.worker, facts.reader, facts.scheduler)
+    modules = {*_ENGINES, *(place.module for place in places)}
+    paths = {f"{module.replace('.', '/')}.py" for module in modules}
+    listing = (distribution.read_text("RECORD") or "").splitlines()
+    sizes = {path: line.rpartition(",")[2] for line in listing if (path := _path(line)) in paths}
+    files = {path: root / path for path in paths}
+    return all(f.is_file() and sizes.get(p) == str(f.stat().st_size) for p, f in files.items())
+
+
+def _path(line: str) -> str:
+    """Returns the path in a line of a RECORD, which its hash and its size follow."""
+    return line.partition(",")[0]
 
 
 def _provides_vllm(distribution: metadata.Distribution) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zipfile import Path as ZipPath
 
 from kvpatch.core.errors import ReleaseNotKnown
-from kvpatch.core.releases import FACTS, RELEASES, Build, ReleaseFacts
+from kvpatch.core.releases import FACTS, RELEASES, Build, ReleaseFacts, listed
 
 DATA = Path(__file__).with_name("data") / "code.json"
 #: How many definitions a refusal names.
@@ -51,19 +51,18 @@ class Known(NamedTuple):
 
 
 def recognise(source: Source, version: str) -> Build:
-    """Finds the newest release that the code is of, or else the nearest one."""
-    releases = [FACTS[release] for release in reversed(RELEASES)]
-    for facts in releases:
+    """Finds the release that the code is of: its own, or the newest, or else the nearest one."""
+    own, releases = listed(version), [FACTS[release] for release in reversed(RELEASES)]
+    for facts in releases if own is None else (own, *releases):
         if not any(True for _ in _moved(source, facts)):
-            return Build(version, facts, by_code=True)
+            return Build(version, facts, by_code=facts is not own)
     candidates = [(facts, list(_moved(source, facts))) for facts in releases]
     facts, moved = min(candidates, key=lambda c: (any(not m.slugs for m in c[1]), len(c[1])))
     shared = [str(one) for one in moved if not one.slugs]
     if shared:
         raise ReleaseNotKnown(
-            f"vLLM {version} is none of the releases that kvpatch knows ({RELEASES[0]} to "
-            f"{RELEASES[-1]}), nor is its code; of {facts.release}, the nearest, differ "
-            f"{_listed(shared)}",
+            f"the code of vLLM {version} is none of a release that kvpatch knows ({RELEASES[0]} to "
+            f"{RELEASES[-1]}); of {facts.release}, the nearest, differ {_listed(shared)}",
             "install one of these releases, or a build with the code of one, which kvpatch doctor "
             f"--against says of a wheel; KVPATCH_GENERATION={facts.release} takes this build for "
             "that release where none of this matters to you",
@@ -72,7 +71,8 @@ def recognise(source: Source, version: str) -> Build:
     for one in moved:
         for slug in one.slugs:
             reasons.setdefault(slug, []).append(str(one))
-    return Build(version, facts, True, {slug: _listed(r) for slug, r in reasons.items()})
+    moved_of = {slug: _listed(r) for slug, r in reasons.items()}
+    return Build(version, facts, facts is not own, moved_of)
 
 
 def leaning(release: str) -> frozenset[str]:

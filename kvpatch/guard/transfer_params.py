@@ -78,6 +78,14 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
     return bool(is_turn) and all(name in params for name in (*_ADDRESS, _REQUEST_ID))
 
 
+def _is_empty_turn(params: Mapping[str, Any]) -> bool:
+    """True of a typed proxy's request to P, which has all fields and no earlier turn."""
+    if params.get("do_remote_prefill") or not params.get("do_remote_decode"):
+        return False
+    has_address = all(params.get(name) for name in (*_ADDRESS, _REQUEST_ID))
+    return not has_address and _is_empty(params.get(_BLOCKS))
+
+
 def is_of_another(params: object) -> bool:
     """True if a load's parameters are Mooncake's (from 0.16), which ends such a request itself."""
     if not (isinstance(params, dict) and params.get("do_remote_prefill")):
@@ -129,7 +137,8 @@ def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestL
     host, port = params["remote_host"], params["remote_port"]
     _check_text("remote_engine_id", params["remote_engine_id"], _ENGINE_ID_LENGTH)
     if facts.names_remote_request:
-        _check_text(_REQUEST_ID, params[_REQUEST_ID], _REQUEST_ID_LENGTH)
+        # It has what P's client made of it (X-Request-Id).
+        _check_text(_REQUEST_ID, params[_REQUEST_ID], _REQUEST_ID_LENGTH, but=("Cs",))
         if params[_REQUEST_ID].startswith(_NOT_READS):
             _refuse(_REQUEST_ID, params[_REQUEST_ID], "the name of a request")
     _check_text("remote_host", host, _HOST_LENGTH)
@@ -185,13 +194,15 @@ def _number(value: object) -> object:
     return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
-def _check_text(name: str, value: object, most: int) -> None:
+def _check_text(name: str, value: object, most: int, but: tuple[str, ...] = ("Cc", "Cs")) -> None:
+    """Refuses other texts, and those with characters of some of Unicode's categories."""
     if not isinstance(value, str) or not value:
         _refuse(name, value, "a text")
     elif len(value) > most:
         _refuse(name, value, f"a text of {most} characters at most (it has {len(value)})")
-    elif any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
-        _refuse(name, value, "a text without control characters and halves of surrogates")
+    elif any(unicodedata.category(c) in but for c in value):
+        controls = "control characters and " if "Cc" in but else ""
+        _refuse(name, value, f"a text without {controls}halves of surrogates")
 
 
 def _check_number(name: str, value: object, least: int, most: int) -> None:
@@ -237,6 +248,8 @@ def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
     found = {n: _flag(value) if n in flags else value for n, value in params.items()}
     if facts.saves_by_address and found.get("do_remote_decode"):
         return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **found}
+    if facts.reads_back and _is_empty_turn(found):
+        found[_BLOCKS] = []  # lists in it would have the release ask a peer without an address
     if not is_load(found, facts):
         return found
     for name, limits in _NUMBERS.items():

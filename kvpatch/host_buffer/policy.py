@@ -72,13 +72,11 @@ def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
     """Decides :func:`is_wanted` for this platform; refuses ranks that share out blocks."""
     from vllm.platforms import current_platform
 
-    wanted = is_wanted(
-        settings.host_buffer(),
-        str(current_platform.device_type),
-        vllm_config.kv_transfer_config.kv_buffer_device or "cuda",
-        # 0.10.0 registers everything as CUDA's memory.
-        supported_devices(facts) or {"cuda": ("cuda",)},
-    )
+    device, memories = str(current_platform.device_type), supported_devices(facts)
+    asked = vllm_config.kv_transfer_config.kv_buffer_device or "cuda"
+    if memories is None:  # 0.10.0 registers everything as CUDA's memory, whatever is asked for
+        asked, memories = "cuda", {"cuda": ("cuda",)}
+    wanted = is_wanted(settings.host_buffer(), device, asked, memories)
     if wanted:
         refuse_shares(vllm_config.parallel_config, facts)
     return wanted

@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 from kvpatch.core import settings
 from kvpatch.core.errors import NeverFits, NotReserved, NotSaved, RegistrationRefused
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in, is_to_be_read
 from kvpatch.load.read_request import are_grouped, groups
@@ -298,7 +299,7 @@ class HostBufferScheduler:
         try:
             self._publish(request, params)
         except NotSaved as error:
-            _LOG.error("request %s is not published: %s", request.request_id, error)
+            _LOG.error("request %s is not published: %s", one_line(request.request_id), error)
             connector_scheduler._reqs_need_send.pop(request.request_id, None)
             if self._facts.books_unprocessed:
                 connector_scheduler._reqs_not_processed.add(request.request_id)

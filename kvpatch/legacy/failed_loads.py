@@ -12,6 +12,7 @@ from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line
 from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.other_releases import Address, ask, question_for
@@ -78,8 +79,8 @@ def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
     _LOG.error(
         "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
         "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",
-        request_id,
-        reason,
+        one_line(request_id),
+        one_line(reason),
     )
 
 
@@ -261,7 +262,7 @@ def pop_one_by_one(
         try:
             done |= pop_done(one)
         except errors:
-            _LOG.exception("the read of request %s broke off", request_id)
+            _LOG.exception("the read of request %s broke off", one_line(request_id))
             one.clear()
             _let_go(worker, handles)
             failed(request_id)

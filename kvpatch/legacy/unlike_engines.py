@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -47,15 +47,14 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractContextManager[None]:
     """Adds P's statement to the answers of a worker that starts to answer, while inside."""
-    if own.cache is None or not can_read(release, own):
-        return nullcontext()
-    layers, _, key_order = own.cache
+    cache = own.cache if can_read(release, own) else None
     # The thread that answers handshakes never ends, and is not to keep the worker.
     this_worker, facts = ref(release.worker), release.facts
 
     def restate(metadata: Any) -> Any:
         asked = ReleaseWorker(this_worker(), facts)
-        return with_names(metadata, words_of(asked, local_geometry_of(asked, layers, key_order)))
+        ours = None if cache is None else local_geometry_of(asked, cache[0], cache[2])
+        return with_names(metadata, words_of(asked, ours))
 
     return listener_told(release, restate)
 

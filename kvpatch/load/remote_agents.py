@@ -34,10 +34,12 @@ from kvpatch.peer.other_releases import PeerReleases, read_statement
 from kvpatch.peer.peer_hash import NamedPeers
 from kvpatch.peer.statement import (
     CONTENTS,
+    DTYPE,
     KEYS,
     LAYOUT,
     SideChannels,
     check_contents,
+    check_dtype,
     contents_of,
     declared_geometry,
     leaves_open,
@@ -183,6 +185,8 @@ class Handshake:
         contents = contents_of(self.release) if statement is None else None
         if contents is not None:
             check_contents(contents, self._words.get(CONTENTS))
+        if not self.facts.states_hash:  # no handshake compares the types of keys and values
+            check_dtype(self.release.cache_dtype, self._words.get(DTYPE))
         if isinstance(local, UnreadCache) and statement is not None:
             raise PeerRefused(
                 "this engine's cache is not one that kvpatch reads into, and it is of another "

@@ -100,8 +100,17 @@ async def _create_completion(
     try:
         check_prompts(request.kv_transfer_params, prompt, embedded)
     except ParamsRefused as error:
-        return instance.create_error_response(str(error))
+        if _may_load(instance.engine_client.vllm_config.kv_transfer_config):
+            return instance.create_error_response(str(error))
     return await wrapped(request, *more, **named)
+
+
+def _may_load(transfer: Any) -> bool:
+    """True if the engine's connector is NIXL's, or may be made of it or have it among others."""
+    if transfer is None or transfer.kv_connector is None:
+        return False
+    is_named = transfer.kv_connector in (*_NIXL, "MultiConnector")
+    return is_named or transfer.kv_connector_module_path is not None
 
 
 def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:

@@ -51,7 +51,8 @@ KEYS, CONTENTS = "kvpatch_keys", "kvpatch_contents"
 #: In P's answer: the layout of what it registers, where vLLM's own mirror would state another, or
 #: the release states none (0.10.0).
 LAYOUT = "kvpatch_layout"
-#: In P's answer, ``<= 0.20``: tokens of a block and of a kernel block, and the type of its items.
+#: In P's answer, ``<= 0.20``: tokens of a block and of a kernel block, and the type of its items;
+#: the type alone where P does not read into its cache itself (<= 0.12).
 BLOCKS, DTYPE = "kvpatch_blocks", "kvpatch_dtype"
 _BLOCKS = re.compile(r"([0-9]{1,8})/([0-9]{1,8})")
 
@@ -72,6 +73,8 @@ def words_of(release: ReleaseWorker, ours: LocalGeometry | None) -> dict[str, st
         CONTENTS: contents_of(release),
         LAYOUT: release.memory_layout if is_buffered or release.is_where_mirrors_are else None,
     }
+    if not release.facts.states_hash:
+        words[DTYPE] = release.cache_dtype
     if ours is not None and not release.facts.states_kernel_blocks:
         block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
         words |= {BLOCKS: f"{block_tokens}/{ours.block_tokens}", DTYPE: ours.dtype}
@@ -215,6 +218,15 @@ def check_contents(ours: str, theirs: object) -> None:
         )
 
 
+def check_dtype(ours: str, theirs: object) -> None:
+    """Refuses a P whose kvpatch says that its keys and values are of another type than ours."""
+    if theirs and ours and theirs != ours:
+        raise PeerRefused(
+            f"its keys and values are of {shown(theirs)}, ours of {ours}",
+            "use one --dtype and --kv-cache-dtype on both sides",
+        )
+
+
 # --- what is open, and how it is filled in ------------------------------------------------
 
 
@@ -276,11 +288,8 @@ def complete(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometr
     if peer.layout is None and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
     stated = peer.stated_blocks
-    if stated is not None and stated.dtype and ours.dtype and stated.dtype != ours.dtype:
-        raise PeerRefused(
-            f"its keys and values are of {stated.dtype}, ours of {ours.dtype}",
-            "use one --dtype and --kv-cache-dtype on both sides",
-        )
+    if stated is not None:
+        check_dtype(ours.dtype, stated.dtype)
     says_tokens = peer.block_tokens is not None
     if not says_tokens:  # <= 0.11.0, where items may differ in size
         peer = replace(peer, block_tokens=tokens_in_bytes(ours, peer))

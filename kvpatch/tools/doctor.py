@@ -15,9 +15,9 @@ from zipfile import Path as ZipPath
 import kvpatch
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, ReleaseNotKnown, SettingsError
-from kvpatch.core.installed import installed_build, installed_vllm, vllm_in
+from kvpatch.core.installed import build_in, installed_build, installed_vllm, vllm_in
 from kvpatch.core.recognise import Source, leaning, recognise
-from kvpatch.core.releases import Build, facts_named, listed
+from kvpatch.core.releases import facts_named
 from kvpatch.guard.allowed_peers import allowed_peers
 from kvpatch.observe.status import PatchStatus
 from kvpatch.patches import SLUGS
@@ -82,9 +82,8 @@ def upgrade_to(path: Path) -> Diagnosis:
     root = _root(path)
     found = vllm_in(root)
     version = found.version if found else "of unknown version"
-    facts = listed(version)
     try:
-        build = recognise(Source(root), version) if facts is None else Build(version, facts)
+        build = recognise(Source(root), version) if found is None else build_in(root, found)
     except ReleaseNotKnown as error:
         problem = str(error)
         no_rows = {"vllm": version, "problem": problem, "patches": ()}

@@ -287,20 +287,73 @@ class TestDoctor:
         assert status == 2 and "expected a wheel or a folder with vllm/__init__.py" in out
 
 
-def test_a_listed_version_is_not_compared():
-    """Neither what reads source is imported then, nor what is known of it."""
-    code = (
-        "import sys; from kvpatch.core.installed import installed_build\n"
-        "build = installed_build(); print(build, build.by_code)\n"
-        "print([name for name in sys.modules if name in ('ast', 'json')"
-        " or name.startswith(('kvpatch.core.rec', 'vllm'))])"
-    )
+_TAKEN_FOR = (
+    "import sys; from kvpatch.core.installed import installed_build\n"
+    "build = installed_build(); print(build.facts.release, build.by_code)\n"
+    "print([name for name in sys.modules if name in ('ast', 'json')"
+    " or name.startswith(('kvpatch.core.rec', 'vllm'))])"
+)
+
+
+def _taken_for(*path):
+    """Returns what kvpatch takes the vLLM for that is first on a path, and modules it imports."""
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={"PYTHONPATH": os.pathsep.join([str(tree(NEWEST)), str(ROOT), *sys.path])},
+        [sys.executable, "-S", "-c", _TAKEN_FOR],
+        env={"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines()[0] == f"{NEWEST} False", done.stderr
-    assert not any(name in done.stdout for name in ("recognise", "'vllm"))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_listed_version_is_not_compared():
+    """Neither what reads source is imported then, nor what is known of it."""
+    taken_for, modules = _taken_for(tree(NEWEST))
+
+    assert taken_for == f"{NEWEST} False"
+    assert not any(name in modules for name in ("recognise", "'vllm"))
+
+
+#: Code, the metadata of another release, and the release as which kvpatch takes it.
+_STALE = [
+    ("0.12.0", "0.11.2", "0.12.0 True"),
+    ("0.20.0", "0.19.1", "0.20.0 True"),
+    ("0.25.0", "0.24.0", "0.25.1 True"),  # whose code is the same
+    ("0.25.0", "0.25.0", "0.25.0 False"),
+]
+
+
+@pytest.mark.parametrize(("code", "version", "expected"), _STALE)
+def test_metadata_elsewhere_is_not_trusted(code, version, expected, tmp_path):
+    """An editable install that git has moved, or a checkout before an installed wheel."""
+    checkout, site = (renamed(code, version, tmp_path / name) for name in ("checkout", "site"))
+    for path in (checkout / f"vllm-{version}.dist-info").iterdir():
+        path.unlink()
+    (checkout / f"vllm-{version}.dist-info").rmdir()
+
+    assert _taken_for(checkout, site)[0] == expected
+
+
+@pytest.mark.parametrize("has_sizes", [True, False])
+@pytest.mark.parametrize(("code", "version", "expected"), _STALE)
+def test_metadata_of_other_files_is_not_trusted(code, version, expected, has_sizes, tmp_path):
+    build = renamed(code, version, tmp_path / "build")
+    if has_sizes:  # files that were copied over an installed wheel's
+        record = next(tree(version).glob("*.dist-info/RECORD")).read_text()
+        (build / f"vllm-{version}.dist-info" / "RECORD").write_text(record)
+
+    taken_for, modules = _taken_for(build)
+
+    assert taken_for == expected
+    assert ("recognise" not in modules) == (has_sizes and code == version)
+
+
+def test_a_changed_release_is_refused_by_its_version(tmp_path):
+    path = f"{_PACKAGE}/base_worker.py"
+    text = (tree(NEWEST) / path).read_text().replace("def register_kv_caches(", "def renamed(", 1)
+    build = renamed(NEWEST, NEWEST, tmp_path / "build", {path: text})
+
+    with pytest.raises(ReleaseNotKnown, match=f"the code of vLLM {NEWEST} is none of a release"):
+        recognise.recognise(Source(build), NEWEST)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from .case import Case, EngineSpec, Family
+from kvpatch.core.releases import FACTS
+
+from .case import MIRRORED, Case, EngineSpec, Family
 from .host import Lab
 from .releases import has_tpus, is_full, moves_full_blocks_only, registers_cpu_caches, states_layout
 from .selection import on_every_release
@@ -119,6 +122,23 @@ def test_items_of_another_size_are_never_read(
     report = lab.on_d(case)
 
     assert report.outcome in ("refused", "failed") or not report.moved_tokens, report
+
+
+@pytest.mark.on(states_hash=False)
+@pytest.mark.parametrize(
+    ("p", "d", "device"), [(16, 16, ""), (16, 32, ""), (32, 16, ""), (16, 16, MIRRORED)]
+)
+def test_items_of_another_type_are_refused(lab: Lab, p: int, d: int, device: str) -> None:
+    """<= 0.12 no hash of the types is compared, and float16 has the size of bfloat16."""
+    if device and not FACTS[lab.release].has_host_buffer_layout:
+        pytest.skip("the lab mirrors no cache of this release's")
+    case = _other_items(p, "float16", d, "bfloat16", 70)
+    if device:
+        of_d = replace(case.decode, device=device, own_scheduler=True, planned_blocks=32)
+        of_p = replace(of_d, block_tokens=p, dtype="float16")
+        case = replace(case, prefill=of_p, decode=of_d)
+
+    lab.run(case.patched()).must_be("refused", "its keys and values are of 'float16'")
 
 
 @pytest.mark.on(states_block_size=False)

@@ -58,7 +58,9 @@ def write_tree(
     info = root / f"{distribution.replace('-', '_')}-{release}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Name: {distribution}\nVersion: {release}\n")
-    (info / "RECORD").write_text("vllm/__init__.py,,\n")
+    files = [path for path in (root / "vllm").rglob("*.py") if path.is_file()]
+    listing = [f"{path.relative_to(root)},,{path.stat().st_size}\n" for path in files]
+    (info / "RECORD").write_text("".join(listing))
     return root
 
 

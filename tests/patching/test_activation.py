@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch.core import seams
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, facts_of
 from kvpatch.patches import SLUGS, load
 
@@ -174,6 +175,63 @@ def test_a_drifted_site_trips_construction_and_spares_the_import(release, tmp_pa
     assert "register_kv_caches" in built and "expected" in built and "found" in built
     assert facts.release in built and "block_count" in built
     assert refused and rows["block_count"] == "refused"
+
+
+def test_a_connector_in_another_module_than_the_releases_is_refused(tmp_path):
+    """Where KVPATCH_GENERATION names another release, nothing would be patched."""
+    old, new = FACTS["0.19.1"], FACTS["0.20.0"]
+    for found, named in ((new, old), (old, new)):
+        tree = write_tree(tmp_path / found.release, found, found.release)
+
+        built, *_ = _construct(tree, facts=found, KVPATCH_GENERATION=named.release)
+
+        assert built.startswith("PatchRefused:")
+        assert found.connector.module in built and named.connector.module in built
+        assert "set KVPATCH_GENERATION to the release whose code it has" in built
+
+        undone = "kvpatch.enable(); importlib.import_module({module!r}); kvpatch.disable()"
+        undo = undone.format(module=found.connector.module)
+        built, *_ = _construct(tree, undo, found, KVPATCH_GENERATION=named.release)
+        assert built == "built"
+
+
+def test_a_module_that_hands_the_connector_on_is_let_be(tmp_path):
+    """As a build might keep the old name: other code imports it."""
+    facts, old = FACTS["0.20.0"], FACTS["0.19.1"].connector.module
+    tree = write_tree(tmp_path, facts, facts.release)
+    handed_on = f"from {facts.connector.module} import {facts.connector.owner}\n"
+    (tree / f"{old.replace('.', '/')}.py").write_text(handed_on)
+
+    built, refused, *_ = _construct(
+        tree, f"kvpatch.enable(); importlib.import_module({old!r})", facts
+    )
+
+    assert built == "built" and not refused
+
+
+_REPLACE = """
+module = importlib.import_module({module!r})
+async def found(self, *args, **kwargs): pass
+setattr(module.{owner}, {name!r}, found)
+kvpatch.enable()
+"""
+
+
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_a_client_that_monitoring_has_replaced_spares_the_engine(release, tmp_path):
+    """Whose scheduler checks the same parameters, but not that one request has several prompts."""
+    facts = FACTS[release]
+    tree = write_tree(tmp_path, facts, facts.release)
+    for site, expected in (
+        (seams.server_add_request(facts), "built"),
+        (seams.create_completion(facts), "PatchRefused"),
+    ):
+        replace = _REPLACE.format(module=site.module, owner=site.owner, name=site.name)
+        built, refused, rows, _ = _construct(tree, replace, facts)
+
+        assert built.partition(":")[0] == expected
+        assert refused == (expected != "built")
+        assert rows["transfer_params"] == ("refused" if refused else "applied")
 
 
 def test_undo_takes_the_tripwire_out(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvpatch.host_buffer.policy import (
     block_bytes_of,
     host_blocks_in,
     is_wanted,
+    is_wanted_here,
     refuse_shares,
 )
 from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog
@@ -30,7 +32,7 @@ ALONE = {
     "pipeline_parallel_size": 1,
 }
 KNOWN = {"cuda": ("cuda", "cpu"), "xpu": ("cpu",), "tpu": ("cpu",), "cpu": ("cpu",)}
-#: Of <= 0.11.0, which has no mirror.
+#: Where a release has no mirror.
 KNOWN_FIRST = {"cuda": ("cuda",)}
 
 
@@ -69,6 +71,35 @@ class TestIsWanted:
             is_wanted("never", device, buffer_device, KNOWN)
         assert "KVPATCH_HOST_BUFFER=never" in str(refused.value)
         assert device in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("device", "release", "expected"),
+    [
+        ("cuda", "0.10.0", False),  # does not read the setting, and registers the GPU's memory
+        ("cuda", "0.12.0", False),
+        ("npu", "0.10.0", True),
+    ],
+)
+def test_the_release_decides_what_a_buffers_device_means(
+    monkeypatch: pytest.MonkeyPatch, mode: str, device: str, release: str, expected: bool
+) -> None:
+    facts = FACTS[release]
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type=device))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)  # type: ignore[arg-type]
+    module = SimpleNamespace(**{facts.device_table or "none": KNOWN})
+    monkeypatch.setitem(sys.modules, facts.worker.module, module)  # type: ignore[arg-type]
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER", mode)
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_buffer_device="cpu"),
+        parallel_config=SimpleNamespace(**ALONE),
+    )
+    if expected and mode == "never":
+        with pytest.raises(RegistrationRefused, match="KVPATCH_HOST_BUFFER=never"):
+            is_wanted_here(config, facts)
+    else:
+        assert is_wanted_here(config, facts) is expected
 
 
 @pytest.mark.parametrize("share", list(ALONE))

@@ -69,6 +69,7 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
         {**_OWN, "remote_block_ids": []},
         {**_OWN, "remote_block_ids": [[], []]},
         {**_OWN, "remote_block_ids": ([1, 2], (3,))},
+        {**_OWN, "remote_request_id": "a client's\tX-Request-Id\n"},
         {**_OWN, "remote_host": "prefill-0.pool.svc"},
         {**_OWN, "remote_host": "fe80::1%eth0"},
         {**_OWN, "remote_host": "[::1]"},
@@ -192,6 +193,8 @@ def test_as_many_blocks_as_a_prompt_can_have() -> None:
 
 _FLAT = {**_OWN, "remote_block_ids": [1, 2, 3]}
 _BARE = {"do_remote_decode": True}
+_TYPED_TO_P = {**_TO_P, "remote_request_id": None, "remote_block_ids": [], "remote_num_tokens": 0}
+_OF_ZEROS = {**_TYPED_TO_P, "remote_port": 0}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +207,14 @@ _BARE = {"do_remote_decode": True}
         (_BARE, "0.10.2", {**_PROXYS, **_BARE}),  # P saves a prompt whose reader nobody knows
         (_TO_P, "0.10.2", _TO_P),
         (_BARE, "0.13.0", _BARE),
+        # Stock counts no tokens of an earlier turn.
+        ({**_TYPED_TO_P, "remote_block_ids": [[]]}, "0.33.0", _TYPED_TO_P),
+        ({**_TYPED_TO_P, "remote_block_ids": [[], []], "remote_port": 0}, "0.21.0", _OF_ZEROS),
     ],
 )
 def test_what_is_missing_is_completed(params: Any, release: str, expected: Any) -> None:
     assert completed(params, FACTS[release]) == expected
+    assert checked(params, FACTS[release], _LIMITS) == expected
 
 
 def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None:
@@ -379,11 +386,13 @@ def test_what_is_shown_is_one_short_line() -> None:
     assert shown("engine-1") == "'engine-1'"
 
 
-def _server(connector: str) -> Any:
+def _server(connector: str | None, module: str | None = None) -> Any:
     """Fake: of the API server's engine client there is no more than its settings."""
     return SimpleNamespace(
         vllm_config=SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector=connector),
+            kv_transfer_config=SimpleNamespace(
+                kv_connector=connector, kv_connector_module_path=module
+            ),
             model_config=SimpleNamespace(max_model_len=1024),
         )
     )
@@ -432,7 +441,10 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     async def create(request: Any, raw_request: Any = None) -> str:
         return "answered"
 
-    server = SimpleNamespace(create_error_response=lambda message: f"error: {message}")
+    server = SimpleNamespace(
+        create_error_response=lambda message: f"error: {message}",
+        engine_client=_server("NixlConnector"),
+    )
 
     def ask(prompt: Any, embedded: Any = None, release: str = "0.33.0") -> Any:
         request = SimpleNamespace(prompt=prompt, prompt_embeds=embedded, kv_transfer_params=_OWN)
@@ -445,3 +457,13 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     assert ask("", b"x", "0.15.1") == "answered"  # <= 0.15 it is no prompt there
     for embedded, release in ((b"x", "0.16.0"), ([b"x", b"y"], "0.15.1")):
         assert ask("", embedded, release).startswith(several)
+    for connector, module, is_asked in (
+        ("MultiConnector", None, True),
+        ("Own", "somebodys.connector", True),
+        ("LMCacheConnectorV1", None, False),  # of which stock warns, and serves them
+        (None, None, False),
+    ):
+        server.engine_client = _server(connector, module)
+        assert ask(["one", "two"]).startswith(several if is_asked else "answered")
+    server.engine_client.vllm_config.kv_transfer_config = None
+    assert ask(["one", "two"]) == "answered"
