@@ -83,6 +83,7 @@ class LocalCache:
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
+        stages: the stages of this engine's pipeline, each of which has some of the layers.
     """
 
     geometry: LocalGeometry
@@ -93,10 +94,18 @@ class LocalCache:
     is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
+    stages: int = 1
 
 
 def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> Decision:
     """Decides what becomes of one rank of a peer."""
+    if local.stages > 1 and not facts.names_regions:
+        return PeerRefused(
+            f"engine {remote.engine_id!r:.200} cannot be read: this engine has {local.stages} "
+            "pipeline stages, and vLLM before 0.30 has all of them read one and the same stage of "
+            "P, or has P free its blocks once one of them has read",
+            "use --pipeline-parallel-size 1 on the decode side",
+        )
     if isinstance(local, UnreadCache):
         try:
             check_unread(local, remote, facts)
