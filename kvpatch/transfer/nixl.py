@@ -64,7 +64,7 @@ def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
     for agent in agents:
         try:
             nixl.send_notif(agent, notif_msg=notification)
-        except errors_of(nixl) as error:
+        except (RuntimeError, *errors_of(nixl)) as error:
             _LOG.warning("%s was not told that a request is over: %s", agent, error)
 
 
