@@ -299,7 +299,7 @@ class TestALease:
         assert made.failed == ["a"]
         assert made.lifetime.verdict is EXPIRED
         (line,) = (record.getMessage() for record in caplog.records)
-        assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
+        assert line.startswith("request 'a': its read from 'P' was not over 2.5 s after P's lease")
         for _ in range(2):
             read.release()
         assert made.nixl.released == 1
