@@ -15,6 +15,7 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner
 from kvpatch.geometry.plane import Plane
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import (
+    has_copies,
     has_ranks_unmet,
     has_replicated_heads,
     kv_split_of_peer,
@@ -175,13 +176,15 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
 def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
     """True if the release may join a peer's smaller blocks, of which we cannot tell all heads.
 
-    Some of its layers move whole, or a draft model's have other heads, shared out over other ranks.
+    Some of its layers move whole, or a draft model's have other heads, on fewer ranks than ours.
     """
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
-    has_draft = ours.layers_differ_in_shape and ours.groups is None and not ours.has_latents
+    has_draft = ours.layers_differ_in_shape and ours.groups is None
+    # Beside latents the release finds no share of a rank, but what each rank has whole.
+    is_joined = not ours.has_latents or (ours.uses_mla and has_copies(ours, peer))
     return (
-        (bool(whole) or (has_draft and peer.tp_size < ours.tp_size))
+        (bool(whole) or (has_draft and is_joined and peer.tp_size < ours.tp_size))
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
         and not local.reads_all
