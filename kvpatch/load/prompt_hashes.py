@@ -29,8 +29,8 @@ _MOST_HASHES = 64
 _STEP_TOKENS = 16
 #: What vLLM calls embeddings that stand for an image; some models call pixels by longer names.
 _EMBEDDINGS = frozenset(("image_embeds", "video_embeds", "audio_embeds"))
-#: What vLLM calls a chunk of a video that its client has not named.
-_DRAWN = re.compile(r"[0-9a-f]{16}-[0-9]+")
+#: What vLLM calls a chunk of a video that its client has not named; behind an adapter's name.
+_DRAWN = re.compile(r"(?s:.*:)?[0-9a-f]{16}-[0-9]+")
 _FORM = re.compile(
     r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})(?:/([0-9A-Za-z_-]{1,512}))?"
 )
@@ -179,7 +179,7 @@ def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
 
 
 def _has_name(image: Any) -> bool:
-    """True if an image has a name; vLLM draws those of a video's chunks (0.15 to 0.18)."""
+    """True if an image has a name; vLLM draws those of a video's chunks (from 0.15 on)."""
     is_chunk = getattr(image, "modality", "") == "vision_chunk"
     return bool(image.identifier) and not (is_chunk and _DRAWN.fullmatch(image.identifier))
 

@@ -87,6 +87,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         or behind.caches is None
         or all(layer.has_heads_by_turns for layer in ours.layers.values()),
         declared=declared_geometry(),
+        stages=release.stages,
     )
 
 
@@ -115,6 +116,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
         row_parts=_row_parts(release),
+        stages=release.stages,
     )
 
 

@@ -143,6 +143,15 @@ def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
 
 
+def has_copies(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if a rank of the peer has as many bytes for a token as one of ours, in each region."""
+    tokens = peer.block_tokens or ours.block_tokens
+    return len(peer.block_bytes) == len(ours.block_bytes) and all(
+        theirs * ours.block_tokens == own * tokens
+        for theirs, own in zip(peer.block_bytes, ours.block_bytes, strict=True)
+    )
+
+
 def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """True if the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:

@@ -15,6 +15,7 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, NAMED_LAYOUTS, inner
 from kvpatch.geometry.plane import Plane
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import (
+    has_copies,
     has_ranks_unmet,
     has_replicated_heads,
     kv_split_of_peer,
@@ -83,6 +84,7 @@ class LocalCache:
         hides_ends: whether drafted tokens hide where lists of blocks end.
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
+        stages: the stages of this engine's pipeline, each of which has some of the layers.
     """
 
     geometry: LocalGeometry
@@ -93,10 +95,18 @@ class LocalCache:
     is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
+    stages: int = 1
 
 
 def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: ReleaseFacts) -> Decision:
     """Decides what becomes of one rank of a peer."""
+    if local.stages > 1 and not facts.names_regions:
+        return PeerRefused(
+            f"engine {remote.engine_id!r:.200} cannot be read: this engine has {local.stages} "
+            "pipeline stages, and vLLM before 0.30 has all of them read one and the same stage of "
+            "P, or has P free its blocks once one of them has read",
+            "use --pipeline-parallel-size 1 on the decode side",
+        )
     if isinstance(local, UnreadCache):
         try:
             check_unread(local, remote, facts)
@@ -166,13 +176,15 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
 def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
     """True if the release may join a peer's smaller blocks, of which we cannot tell all heads.
 
-    Some of its layers move whole, or a draft model's have other heads, shared out over other ranks.
+    Some of its layers move whole, or a draft model's have other heads, on fewer ranks than ours.
     """
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
-    has_draft = ours.layers_differ_in_shape and ours.groups is None and not ours.has_latents
+    has_draft = ours.layers_differ_in_shape and ours.groups is None
+    # Beside latents the release finds no share of a rank, but what each rank has whole.
+    is_joined = not ours.has_latents or (ours.uses_mla and has_copies(ours, peer))
     return (
-        (bool(whole) or (has_draft and peer.tp_size < ours.tp_size))
+        (bool(whole) or (has_draft and is_joined and peer.tp_size < ours.tp_size))
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
         and not local.reads_all

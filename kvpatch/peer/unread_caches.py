@@ -36,6 +36,7 @@ class UnreadCache:
         shares_tokens: whether ranks share out a block's tokens and no handshake says so.
         row_parts: into how many parts the release cuts a block that is a row of all layers, none
             of which is a block of fewer tokens; None of other caches.
+        stages: the stages of this engine's pipeline, each of which has some of the layers.
     """
 
     block_tokens: int
@@ -53,6 +54,7 @@ class UnreadCache:
     mirror_layout: str | None = None
     shares_tokens: bool = False
     row_parts: int | None = None
+    stages: int = 1
 
     def sizes_on(self, ranks: int) -> set[tuple[int, ...]]:
         """Returns what our states would take on a rank of so many; nothing where nobody knows."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lease import Lifetime
-from kvpatch.transfer.nixl import READ_ERRORS, errors_of
+from kvpatch.transfer.nixl import READ_ERRORS, errors_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
@@ -134,8 +134,8 @@ class CheckedTransfer(OwnRead):
         self._end("ERR" if self.lifetime.has_failed else "DONE")
 
     def _notify(self) -> None:
-        if self._notification:
-            self._nixl.send_notif(self._agent, notif_msg=self._notification)
+        """Notifies P, as far as it can be: its bytes are here if it is gone, too."""
+        tell_over(self._nixl, [self._agent], self._notification)
 
     def _fail(self) -> None:
         """Books the error that is being handled."""

@@ -61,10 +61,11 @@ def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
     """
     if not notification:
         return
+    errors: tuple[type[Exception], ...] = (RuntimeError, *errors_of(nixl))
     for agent in agents:
         try:
             nixl.send_notif(agent, notif_msg=notification)
-        except errors_of(nixl) as error:
+        except errors as error:
             _LOG.warning("%s was not told that a request is over: %s", agent, error)
 
 

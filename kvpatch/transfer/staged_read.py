@@ -21,7 +21,7 @@ from kvpatch.geometry.segments import Int64Array
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lease import Lifetime
-from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
+from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read, tell_over
 from kvpatch.transfer.own_read import Fate, OwnRead, Tally, Telemetry
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose
@@ -298,11 +298,8 @@ class StagedRead(OwnRead):
             return
         # Of wrong bytes too: the peer need not hold what nobody will read again.
         is_told = self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG
-        if is_told and self._notification:  # else the release tells the peer itself
-            try:
-                self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
-            except self._errors:
-                self._fail()
+        if is_told:  # one that is gone cannot be, and its bytes are here
+            tell_over(self._nixl, [self._ends.agent], self._notification)
         self.fate.outcome = "DONE" if self._goes_on else "ERR"
         self.lifetime.end(self._nixl, is_well=self._goes_on)
 

@@ -72,6 +72,11 @@ class ReleaseWorker:
         return tuple(int(getattr(parallel, name)) for name in self.facts.context_sizes)
 
     @property
+    def stages(self) -> int:
+        """How many stages the engine's pipeline has, each of which has some of the layers."""
+        return int(self.worker.vllm_config.parallel_config.pipeline_parallel_size)
+
+    @property
     def cache_dtype(self) -> str:
         """The type of keys and values, in the words of ``--kv-cache-dtype``."""
         config = self.worker.vllm_config

@@ -80,6 +80,9 @@ class EngineSpec:
     head_dim: int = 32
     dtype: str = "bfloat16"
     tp_size: int = 1
+    #: Whether these are stages of a pipeline, of one rank each: what the lab takes for a rank's
+    #: heads of its layers are then a stage's layers.
+    has_stages: bool = False
     #: Of how many of its ranks each has a share of a block's tokens (decode context parallelism);
     #: what these are the lab does not compare.
     contexts: int = 1

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,10 +159,10 @@ class Engine:
         if is_in_rows(self.plan):  # workers have processes, where it is the command line's still
             self.config.cache_config.block_size = spec.block_tokens
         for rank in range(spec.tp_size):
-            with standins.tensor_parallel(rank, spec.tp_size):
+            with self._as_rank(rank):
                 self.workers.append(self._connector(connector, "WORKER"))
         for rank, worker in enumerate(self.workers):
-            with standins.tensor_parallel(rank, spec.tp_size):
+            with self._as_rank(rank):
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
                 if spec.device == "cuda" or is_in_rows(self.plan):
                     standins.number_devices(release.nixl_of(worker).connector_worker)
@@ -187,6 +187,10 @@ class Engine:
             yield
         finally:
             kvpatch.enable()
+
+    def _as_rank(self, rank: int) -> AbstractContextManager[None]:
+        spec = self.spec
+        return standins.tensor_parallel(*((0, 1) if spec.has_stages else (rank, spec.tp_size)))
 
     #: Makes the memory of a cache, flat.
     _store = staticmethod(torch.zeros)
@@ -302,7 +306,10 @@ class Engine:
         metadata = disguise.stated(pickle.loads(pickle.dumps(metadata)))
         aware = getattr(scheduler, "set_xfer_handshake_metadata_pp_aware", None)
         if aware is not None:
-            aware({(0, rank): m for rank, m in metadata.items()})
+            has_stages = self.spec.has_stages
+            aware({(r, 0) if has_stages else (0, r): m for r, m in metadata.items()})
+        elif self.spec.has_stages:  # it joins what its workers state of their ranks
+            scheduler.set_xfer_handshake_metadata({0: metadata[max(metadata)]})
         else:
             scheduler.set_xfer_handshake_metadata(metadata)
 
@@ -408,14 +415,14 @@ class Engine:
     def _run_workers(self, metadata: bytes, computed: Sequence[tuple[Tracked, range]]) -> None:
         loads_first = not release.loads_behind_models_part()
         for rank, worker in enumerate(self.workers):
-            with standins.tensor_parallel(rank, self.spec.tp_size):
+            with self._as_rank(rank):
                 worker.bind_connector_metadata(pickle.loads(metadata))
                 if loads_first:
                     worker.start_load_kv(None)
         for tracked, tokens in computed:
             self._write(tracked, tokens)
         for rank, worker in enumerate(self.workers):
-            with standins.tensor_parallel(rank, self.spec.tp_size):
+            with self._as_rank(rank):
                 if not loads_first:
                     worker.start_load_kv(None)
                 if computed:
@@ -429,7 +436,7 @@ class Engine:
     def _finished_in_workers(self) -> tuple[list[set[str]], list[set[str]], list[str]]:
         sent, received, broken = [], [], []
         for rank, worker in enumerate(self.workers):
-            with standins.tensor_parallel(rank, self.spec.tp_size):
+            with self._as_rank(rank):
                 results = getattr(worker, "get_transfer_results", None)
                 if results is not None:  # from 0.30: failures of a request as such
                     found = results(set())

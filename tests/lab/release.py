@@ -284,7 +284,12 @@ def model_config(spec: EngineSpec) -> Any:
         max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.keeps_states else 0)
     layers = spec.layers - (spec.draft_shape is not None)
     return _model_config(
-        layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
+        layers,
+        spec.kv_heads // (spec.tp_size if spec.has_stages else 1),
+        spec.head_dim,
+        dtype,
+        spec.family == "mla",
+        max_tokens,
     )
 
 
@@ -335,7 +340,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         parallel_config=ParallelConfig(),
         kv_transfer_config=transfer,
     )
-    config.parallel_config.tensor_parallel_size = spec.tp_size
+    config.parallel_config.tensor_parallel_size = 1 if spec.has_stages else spec.tp_size
+    config.parallel_config.pipeline_parallel_size = spec.tp_size if spec.has_stages else 1
     config.parallel_config.world_size = spec.tp_size
     if spec.contexts > 1:
         config.parallel_config.decode_context_parallel_size = spec.contexts

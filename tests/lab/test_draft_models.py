@@ -95,6 +95,22 @@ def test_a_draft_model_that_each_rank_has_whole(
     assert patched.descriptors == stock.descriptors
 
 
+@pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
+@pytest.mark.parametrize(("ranks", "heads"), [((1, 2), 1), ((2, 4), 2)])
+@pytest.mark.on(since="0.32")
+def test_smaller_blocks_of_a_draft_model_that_each_rank_has_whole(
+    lab: Lab, ranks: tuple[int, int], heads: int, hit: int
+) -> None:
+    """Beside latents, of fewer ranks: the release joins them."""
+    model = replace(MODELS["latents"], draft_shape=(heads, 16))
+    prefill = replace(model, tp_size=ranks[0], block_tokens=16)
+    decode = replace(model, tp_size=ranks[1], block_tokens=64)
+    case = Case(f"draft on {ranks}", prefill, decode, 150, hit)
+
+    lab.run(case).must_be("corrupt" if hit else "identical")
+    lab.on_d(case).must_be("identical")
+
+
 @pytest.mark.parametrize(
     ("p_layout", "d_layout"), [("NHD", "HND"), ("HND", "BLHNC"), ("BLHNC", "HND")]
 )
@@ -133,7 +149,7 @@ def test_stock_reads_no_prefix_hit(lab: Lab, model: str) -> None:
 
 @_NAMED
 def test_what_stock_reads_of_smaller_blocks(lab: Lab) -> None:
-    """From 0.32 on all that are of heads alone; beside latents never the draft's."""
+    """From 0.32 on all that are of heads alone; beside latents none of as many ranks."""
     reads = Version(lab.release) >= Version("0.32")
 
     lab.run(_case("heads", (16, 64), hit=False)).must_be("identical" if reads else "corrupt")

@@ -41,7 +41,7 @@ def local(**changes: Any) -> LocalCache:
 
 _OF_CACHE = {
     "staging_bytes", "reads_all", "hides_ends", "has_sure_layout", "declared",
-    "is_plain",
+    "is_plain", "stages",
 }  # fmt: skip
 
 
@@ -317,6 +317,18 @@ def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
     _says(found, expected)
     if not isinstance(found, PeerRefused):
         assert found.open_to == variables
+
+
+@pytest.mark.parametrize("ours", [local(stages=2), replace(UNREAD, stages=2)])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_no_stage_of_a_pipeline_reads_where_no_layers_are_named(
+    ours: LocalCache | UnreadCache, block_tokens: int
+) -> None:
+    """From 0.30 on names are compared."""
+    for release in ("0.10.0", "0.29.0"):
+        _says(decide(ours, peer(block_tokens=block_tokens), FACTS[release]), "--pipeline-parallel")
+    found = decide(ours, peer(block_tokens=block_tokens), FACTS["0.30.0"])
+    assert not isinstance(found, PeerRefused), found
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.

@@ -154,12 +154,13 @@ def test_a_p_that_names_no_images_is_compared_by_its_tokens() -> None:
     ("modality", "name", "is_named"),
     [
         ("vision_chunk", "0123456789abcdef-0", False),
+        ("vision_chunk", "an adapter:0123456789abcdef-0", False),
         ("vision_chunk", "my-video-0", True),
         ("image", "0123456789abcdef-0", True),
     ],
 )
 def test_a_name_that_vllm_draws_is_none(modality: str, name: str, is_named: bool) -> None:  # noqa: FBT001
-    """0.15 to 0.18 each API server draws those of a video's chunks: they differ at P and D."""
+    """From 0.15 on each API server draws those of a video's chunks: they differ at P and D."""
     chunk = _image(40, name)
     chunk.modality = modality
     stated = state_prompt(_request(list(range(100)), images=(chunk,)), 100, names_images=True)

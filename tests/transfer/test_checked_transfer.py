@@ -180,14 +180,30 @@ class TestChecks:
         assert "not looked for" in caplog.text
         assert made.lifetime.verdict is None
 
-    def test_pass_in_vain_where_p_cannot_be_notified(self, monkeypatch: Any) -> None:
-        """P's worker is gone, most likely: vLLM's own read would have ended so too."""
+    @pytest.mark.parametrize(
+        ("found", "state"), [(HELD, "DONE"), (UNPROVEN, "DONE"), (CheckResult.WRONG, "ERR")]
+    )
+    def test_decide_where_p_cannot_be_notified(
+        self, monkeypatch: Any, found: CheckResult, state: str
+    ) -> None:
+        """P's worker is gone, most likely: vLLM's own notification went with the read."""
         made = Made()
-        made.hold(HELD)
+        made.hold(found)
         read = made.landed()
         monkeypatch.setattr(made.nixl, "send_notif", refuse)
-        assert read.state() == read.state() == "ERR"
-        assert made.lifetime.verdict is None
+        assert read.state() == read.state() == state
+        assert made.lifetime.verdict is (None if found is UNPROVEN else found)
+
+    def test_that_cannot_ask_a_p_that_is_gone_leave_it_to_the_lease(
+        self, clock: Clock, monkeypatch: Any
+    ) -> None:
+        made = Made(Lease(clock.now))
+        made.hold(UNPROVEN)
+        read = made.landed()
+        clock.now += 1.0
+        monkeypatch.setattr(made.nixl, "send_notif", refuse)
+        assert read.state() == "ERR"
+        assert made.lifetime.verdict is EXPIRED
 
     @pytest.mark.parametrize("let_go", [CheckedTransfer.release, CheckedTransfer.__del__])
     def test_are_let_go_of_with_it(self, let_go: Callable[[CheckedTransfer], None]) -> None:
@@ -283,7 +299,7 @@ class TestALease:
         assert made.failed == ["a"]
         assert made.lifetime.verdict is EXPIRED
         (line,) = (record.getMessage() for record in caplog.records)
-        assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
+        assert line.startswith("request 'a': its read from 'P' was not over 2.5 s after P's lease")
         for _ in range(2):
             read.release()
         assert made.nixl.released == 1

@@ -151,6 +151,21 @@ def test_what_lands_before_the_lease_is_over_is_read(world):
     assert read.lifetime.verdict is None, "nobody has said that they were held"
 
 
+def test_a_peer_that_cannot_be_notified_fails_no_read(world, monkeypatch, caplog):
+    """It is gone, and all that was read of it is here."""
+    agent, gone = Failing(world.decode, after=1 << 20), errors_of(world.decode)[0]
+
+    def refuse(*_, **__):
+        raise gone("REMOTE_DISCONNECT")
+
+    monkeypatch.setattr(agent, "send_notif", refuse)
+    read = world.read(world.pool(1 << 20), agent)
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    assert "was not told that a request is over" in caplog.text
+
+
 def test_what_is_on_the_wire_when_the_lease_ends_fails(world):
     read, told = world.read(world.pool(1 << 20)), []
     read.lifetime = Lifetime(fail_check=lambda: told.append("a"))
