@@ -505,6 +505,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
     ),
     "throttles_prefills": _takes(_SCHEDULER, "Scheduler.schedule", "throttle_prefills"),
+    "takes_longest_hit": lambda s: "find_longest_cache_hit_per_group" in s.core("schedule"),
     "frees_blocks_later": _has(_BLOCK_MANAGER, "KVCacheManager.pop_blocks_for_free"),
     "plans_transfers": _plans_transfers,
     "names_layouts": lambda s: (
