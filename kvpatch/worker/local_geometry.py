@@ -217,22 +217,21 @@ class LocalGeometry:
         heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
         return differ_in_shape(self.layers) or (self.has_latents and not heads <= {models})
 
+    def totals_of(self, own: int) -> set[int]:
+        """Returns the possible KV heads on all ranks of a layer that has `own` on each."""
+        if own > 1:
+            return {own * self.tp_size}
+        shared = {total for total in range(1, self.tp_size + 1) if self.tp_size % total == 0}
+        return (shared & {self.total_heads, *self.named_heads}) or shared
+
     @cached_property
     def heads_of_layers(self) -> frozenset[tuple[int, int]]:
-        """The KV heads that each layer of rows may have on all ranks, and those of a rank.
-
-        A layer with one head on a rank may have as many as there are ranks, or fewer.
-        """
-        ranks = self.tp_size
-        divisors = {total for total in range(1, ranks + 1) if ranks % total == 0}
-        shared = (divisors & {self.total_heads, *self.named_heads}) or divisors
-        found = set[tuple[int, int]]()
-        for layer in self.layers.values():
-            plane = layer.planes[0]
-            if plane.content is Content.KEY and layer.kind.holds is Holds.ROWS:
-                own = plane.counts.heads
-                found |= {(total, own) for total in (shared if own == 1 else {own * ranks})}
-        return frozenset(found)
+        """The KV heads that each layer of rows may have on all ranks, and those of a rank."""
+        firsts = [
+            layer.planes[0] for layer in self.layers.values() if layer.kind.holds is Holds.ROWS
+        ]
+        heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
+        return frozenset((total, own) for own in heads for total in self.totals_of(own))
 
     @cached_property
     def misses_pages(self) -> bool:

@@ -67,6 +67,18 @@ def test_all_layers_share_out_their_heads_alike(
     _is_as_stock(lab, _case(model, ranks))
 
 
+@pytest.mark.parametrize(("model", "ranks"), _pairs(_READ))
+@pytest.mark.on(listens_in_scheduler=True)
+def test_digests_of_each_layers_own_heads(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
+    case = _case(model, ranks)
+    prefill, decode = (
+        replace(side, patched=True, settings=(("KVPATCH_DIGEST", "all"),))
+        for side in (case.prefill, case.decode)
+    )
+
+    lab.run(replace(case, prefill=prefill, decode=decode)).must_be("identical")
+
+
 @pytest.mark.parametrize(("model", "ranks"), _pairs(_UNLIKE))
 def test_some_layers_heads_are_copied(lab: Lab, model: str, ranks: tuple[int, int]) -> None:
     """Their blocks have other tokens on each side."""
