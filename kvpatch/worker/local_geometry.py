@@ -307,7 +307,8 @@ def named_heads_of(vllm_config: Any) -> frozenset[int]:
     """Returns the numbers of KV heads that a model's configuration names, and its draft model's."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     texts = (getattr(m, "hf_text_config", None) for m in (vllm_config.model_config, draft))
-    return frozenset(n for text in texts if text is not None for n in _kv_heads(text.to_dict(), ""))
+    named = (text.to_dict() for text in texts if hasattr(text, "to_dict"))
+    return frozenset(number for one in named for number in _kv_heads(one, ""))
 
 
 def _kv_heads(found: object, name: str) -> Iterator[int]:
