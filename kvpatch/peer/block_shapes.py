@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from math import lcm
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
-from kvpatch.worker.registered_caches import LayerCache
+from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
 
 ONE_SIZE = "use one --tensor-parallel-size on both sides"
 
@@ -162,6 +164,25 @@ def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
         return False
     return peer.tp_size < least  # else the release takes both for holders of one head a rank
+
+
+def has_unlike_shares(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if a block of ours may be other shares of a peer's block, by the layer.
+
+    Where ranks share out the heads of some layers, and copy those of others, vLLM plans blocks of
+    unlike tokens on the two sides. And where pages of unlike bytes begin in one place of a block
+    (from 0.29), the release takes a layer's share from the largest one's region.
+    """
+    is_one_shape = ours.groups is None and not ours.layers_differ_in_shape
+    if peer.tp_size == ours.tp_size or ours.has_latents or is_one_shape:
+        return False
+    shares = {Fraction(max(1, n // peer.tp_size), own) for n, own in ours.heads_of_layers}
+    overlays_pages = (
+        ours.layout in LAYERS_INSIDE_BLOCKS
+        and ours.groups is not None
+        and differ_in_page_bytes(ours.layers)
+    )
+    return len(shares) > 1 or (overlays_pages and bool(shares - {Fraction(1)}))
 
 
 def refuse_other_rows(facts: ReleaseFacts, own_backend: str, backend: object) -> None:

@@ -18,6 +18,7 @@ from kvpatch.peer.block_shapes import (
     has_copies,
     has_ranks_unmet,
     has_replicated_heads,
+    has_unlike_shares,
     kv_split_of_peer,
     may_be_kvcacheds,
     peer_memory,
@@ -227,6 +228,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
         (inner == "HND" or not ours.has_heads or are_copies)
         and not has_ranks_unmet(ours, peer)
         and not has_replicated_heads(ours, peer)
+        and not has_unlike_shares(ours, peer)
         and not split_by_nobody(ours, peer)
     )
     same_tokens = joins or peer.block_tokens == ours.block_tokens

@@ -41,6 +41,7 @@ from kvpatch.peer.block_shapes import (
     check_blocks,
     check_planes,
     check_tokens,
+    has_unlike_shares,
     heads_of,
     kv_split_of,
     kv_split_of_peer,
@@ -94,11 +95,11 @@ def shape_at_peer(
         return BlockShape(0, 1, tokens)
     if first.content is Content.SLOT:
         return BlockShape(first_head * first.counts.heads, first.counts.heads, tokens)
-    if not ours.layers_differ_in_shape:
+    if not (ours.layers_differ_in_shape or has_unlike_shares(ours, peer)):
         return BlockShape(first_head, heads, tokens)
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
         raise PeerRefused(
-            "layers of several shapes have heads of which nobody knows which rank has them",
+            "layers of several shapes or numbers of KV heads are read from as many ranks alone",
             ONE_SIZE,
         )
     heads = first.counts.heads

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,7 @@ from kvpatch.geometry.layout_strides import (
     layer_by_layer,
 )
 from kvpatch.geometry.plane import Content, Memory
+from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of
@@ -125,6 +127,7 @@ class LocalGeometry:
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
         layout: its name, as it is sent to peers.
         total_heads: KV heads of the whole model.
+        named_heads: the numbers of KV heads that the model's configuration names for some layers.
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
         tiles_on_amx: whether the CPU backend has such items in tiles there.
         dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
@@ -181,6 +184,7 @@ class LocalGeometry:
     uses_mla: bool = False
     tiles_on_amx: bool = True
     dtype: str = ""
+    named_heads: frozenset[int] = frozenset()
 
     @cached_property
     def has_heads(self) -> bool:
@@ -212,6 +216,22 @@ class LocalGeometry:
         firsts = [layer.planes[0] for layer in self.layers.values()]
         heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
         return differ_in_shape(self.layers) or (self.has_latents and not heads <= {models})
+
+    def totals_of(self, own: int) -> set[int]:
+        """Returns the possible KV heads on all ranks of a layer that has `own` on each."""
+        if own > 1:
+            return {own * self.tp_size}
+        shared = {total for total in range(1, self.tp_size + 1) if self.tp_size % total == 0}
+        return (shared & {self.total_heads, *self.named_heads}) or shared
+
+    @cached_property
+    def heads_of_layers(self) -> frozenset[tuple[int, int]]:
+        """The KV heads that each layer of rows may have on all ranks, and those of a rank."""
+        firsts = [
+            layer.planes[0] for layer in self.layers.values() if layer.kind.holds is Holds.ROWS
+        ]
+        heads = {plane.counts.heads for plane in firsts if plane.content is Content.KEY}
+        return frozenset((total, own) for own in heads for total in self.totals_of(own))
 
     @cached_property
     def misses_pages(self) -> bool:
@@ -253,6 +273,7 @@ def local_geometry_of(
         layout=layout,
         inner_layout=inner_layout,
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
+        named_heads=named_heads_of(worker.vllm_config),
         tp_rank=int(worker.tp_rank),
         tp_size=int(worker.world_size),
         memory=Memory(
@@ -274,6 +295,33 @@ def local_geometry_of(
         ),
         kernel_sizes=kernel_block_sizes(release),
     )
+
+
+#: The names that configurations have for KV heads, of some layers or of all.
+_KV_HEADS = re.compile("key_value_heads|kv_heads|kv_n_heads|n_head_kv|num_attention_groups")
+#: Parts of a model, and heads, that have no blocks in this cache.
+_OF_OTHERS = re.compile("vision|image|audio|encoder|cross|indexer")
+
+
+def named_heads_of(vllm_config: Any) -> frozenset[int]:
+    """Returns the numbers of KV heads that a model's configuration names, and its draft model's."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    texts = (getattr(m, "hf_text_config", None) for m in (vllm_config.model_config, draft))
+    named = (text.to_dict() for text in texts if hasattr(text, "to_dict"))
+    return frozenset(number for one in named for number in _kv_heads(one, ""))
+
+
+def _kv_heads(found: object, name: str) -> Iterator[int]:
+    if _OF_OTHERS.search(name):
+        return
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _kv_heads(value, str(key))
+    elif isinstance(found, list | tuple):
+        for value in found:
+            yield from _kv_heads(value, name)
+    elif isinstance(found, int) and _KV_HEADS.search(name):
+        yield found
 
 
 def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:

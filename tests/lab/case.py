@@ -99,6 +99,8 @@ class EngineSpec:
     #: KV heads and channels of layers with a window, where they are others. The release plans
     #: blocks of more tokens for the smaller ones of both, so that blocks have one size in bytes.
     window_shape: tuple[int, int] | None = None
+    #: The same of layers with full attention, where the model states the heads of the windows.
+    full_shape: tuple[int, int] | None = None
     #: Whether such blocks have one number of tokens instead, and unlike bytes: so plans the
     #: release from 0.29 on where blocks are outermost, each group's pages side by side.
     packs_pages: bool = False
@@ -267,10 +269,16 @@ class EngineSpec:
         """The sliding window of a layer in tokens; 0 for full attention."""
         return self.window_tokens[layer % len(self.window_tokens)]
 
+    def other_shape_of(self, layer: int) -> tuple[int, int] | None:
+        """KV heads of all ranks, and channels, of a layer that has others than the model states."""
+        if self.is_draft(layer):
+            return self.draft_shape
+        return self.window_shape if self.window_of(layer) else self.full_shape
+
     def shape_of(self, layer: int) -> tuple[int, int]:
         """KV heads of a rank, and channels, of a layer."""
-        other = self.draft_shape if self.is_draft(layer) else self.window_shape
-        if other is None or not (self.is_draft(layer) or self.window_of(layer)):
+        other = self.other_shape_of(layer)
+        if other is None:
             return self.heads_per_rank, self.head_dim
         heads, channels = other
         return max(1, heads // self.tp_size), channels
@@ -302,8 +310,9 @@ class EngineSpec:
 
     def first_head(self, rank: int, layer: int = 0) -> int:
         """The global index of the first head that `rank` holds (heads replicate)."""
-        if self.draft_shape is not None and self.is_draft(layer):
-            return rank * self.draft_shape[0] // self.tp_size
+        other = self.other_shape_of(layer)
+        if other is not None:
+            return rank * other[0] // self.tp_size
         if self.family == "mla":
             return 0
         return rank * self.kv_heads // self.tp_size

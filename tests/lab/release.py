@@ -214,7 +214,9 @@ def shuffle(is_on: bool) -> None:
 
 
 @cache
-def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool) -> str:
+def _model_folder(
+    layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool, others: tuple[int, int]
+) -> str:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -244,8 +246,12 @@ def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bo
             "first_k_dense_replace": layers,
         }
         del config["head_dim"]
+    # As MiMo-V2 and Gemma 4 name the heads of windows, and of full attention.
+    names = ("swa_num_key_value_heads", "num_global_key_value_heads")
+    config |= {name: heads for name, heads in zip(names, others, strict=True) if heads}
     # One path for P and D: the model's name is part of what they compare.
-    name = f"{config['model_type']}-{layers}-{kv_heads}-{head_dim}-{dtype}"
+    shapes = "-".join(map(str, (layers, kv_heads, *others, head_dim)))
+    name = f"{config['model_type']}-{shapes}-{dtype}"
     folder = Path(os.environ[MODELS]) / name
     folder.mkdir(parents=True, exist_ok=True)
     # Renamed into place: the other engine may be reading it.
@@ -257,11 +263,22 @@ def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bo
 
 @lru_cache
 def _model_config(
-    layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool, max_tokens: int
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    mla: bool,
+    max_tokens: int,
+    others: tuple[int, int] = (0, 0),
 ) -> Any:
+    """A model's configuration.
+
+    Args:
+        others: the KV heads of layers with windows, and of those without; 0 for the model's.
+    """
     from vllm.config import ModelConfig
 
-    folder = _model_folder(layers, kv_heads, head_dim, dtype, mla)
+    folder = _model_folder(layers, kv_heads, head_dim, dtype, mla, others)
     wanted = {
         "model": folder,
         "tokenizer": folder,
@@ -283,6 +300,7 @@ def model_config(spec: EngineSpec) -> Any:
     if spec.is_hybrid or spec.mixes_kinds:
         max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.keeps_states else 0)
     layers = spec.layers - (spec.draft_shape is not None)
+    heads = [shape[0] if shape else 0 for shape in (spec.window_shape, spec.full_shape)]
     return _model_config(
         layers,
         spec.kv_heads // (spec.tp_size if spec.has_stages else 1),
@@ -290,6 +308,7 @@ def model_config(spec: EngineSpec) -> Any:
         dtype,
         spec.family == "mla",
         max_tokens,
+        (heads[0], heads[1]),
     )
 
 
