@@ -46,7 +46,7 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
         has_slots: True if a block has slots of all heads in place of heads (from 0.29).
     """
     configuration = release.worker.vllm_config
-    spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
+    spec, backend = release.spec_of(layer), backend_of_layer(configuration, layer)
     of_spec = None if spec is None else _by_spec(spec)
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
     dtype = str(configuration.cache_config.cache_dtype)
@@ -107,8 +107,8 @@ def _by_spec(spec: Any) -> Kind | None:
     return SPECS[name]
 
 
-def _backend_of(configuration: Any, layer: str) -> Any:
-    """Its backend; None of a layer that does not say (any on 0.10.0; with states <= 0.10.1)."""
+def backend_of_layer(configuration: Any, layer: str) -> Any:
+    """Returns a layer's backend; None if it does not say (any on 0.10.0; with states <= 0.10.1)."""
     layers = configuration.compilation_config.static_forward_context
     ask = getattr(layers.get(layer), "get_attn_backend", None)
     return None if ask is None else ask()

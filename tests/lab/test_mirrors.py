@@ -57,6 +57,9 @@ UNLIKE = {
     "1 to 2 ranks": (SPEC, RANKS),
     "2 to 1 ranks": (RANKS, SPEC),
     "NHD, 16 to 64": (NHD, replace(WIDE, layout="NHD")),
+    "NHD, 64 to 16": (replace(WIDE, layout="NHD"), NHD),
+    "NHD, 1 to 2 ranks": (NHD, replace(RANKS, layout="NHD")),
+    "NHD, 2 to 1 ranks": (replace(RANKS, layout="NHD"), NHD),
     "from kvpatch's": (POOL, SPEC),
     "to kvpatch's": (SPEC, POOL),
 }
