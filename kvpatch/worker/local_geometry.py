@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import places_of
-from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
@@ -390,7 +390,7 @@ def backend_layouts(release: ReleaseWorker, layers: Iterable[str]) -> frozenset[
         if None in backends or not backends:
             return _layouts_by_name(release.worker.backend_name, inner)
         of_vllm = [b for b in backends if b.__module__.partition(".")[0] == "vllm"]
-        orders = [_order_of(backend) for backend in of_vllm]
+        orders = [_order_of(release, backend) for backend in of_vllm]
     return frozenset() if None in orders else frozenset(filter(None, orders))
 
 
@@ -400,10 +400,10 @@ def _layouts_by_name(backend: str, stated: InnerLayout) -> frozenset[InnerLayout
     return frozenset({"NHD"}) if backend in _WITHOUT_ORDER else frozenset()
 
 
-def _order_of(backend: Any) -> InnerLayout | None:
+def _order_of(release: ReleaseWorker, backend: Any) -> InnerLayout | None:
     """Returns the order in which the release's runner allocates for a backend; None if unknown."""
     try:
-        names = DimensionOrder.probe(backend.get_kv_cache_shape).dimensions
+        names = release.order_of_backend(backend).dimensions
     except UnreadableGeometry:
         return None
     if not {"token", "head"} <= set(names):

@@ -208,6 +208,9 @@ def _read(
 ) -> LayerCache | None:
     """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions."""
     try:
+        own = backend_of_layer(release.worker.vllm_config, layer)
+        if not release.facts.names_layouts and own in release.attention_backends:
+            release.order_of_backend(own)  # its tensor may fit another one's order
         order = order_of(layer, cache, release.orders(layer))
         planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
     except UnreadableGeometry:
