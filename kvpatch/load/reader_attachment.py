@@ -26,7 +26,7 @@ from kvpatch.peer.other_releases import Notifications
 from kvpatch.peer.remote_ranks import places_of_states
 from kvpatch.transfer.lease import Leases
 from kvpatch.worker.kv_cache_groups import Group
-from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
+from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, division_of, pages_of, states_digest
 from kvpatch.worker.registered_caches import DeviceCaches, LayerCache, differ_in_shape, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -265,12 +265,10 @@ def _local_geometry(
     blocks = state.held(RegisteredCrossLayerBlocks)
     shown = layers if blocks is None else blocks.shown
     ours = local_geometry_of(release, shown, key_order)
-    known = backend_layouts(release)
     ours = replace(
         ours,
         misreads_blocks=is_misread,
         planned_layout=state.planned_layout,
-        backend_layout=next(iter(known)) if len(known) == 1 else None,
         kv_split=kv_split_of(ours) if own.blocks_hold_both else None,
         groups=tuple(group.layers for group in groups) if len(groups) > 1 else None,
     )

@@ -49,7 +49,7 @@ from kvpatch.peer.statement import (
 )
 from kvpatch.peer.unread_caches import UnreadCache, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
-from kvpatch.worker.local_geometry import LocalGeometry, own_regions
+from kvpatch.worker.local_geometry import LocalGeometry, layout_of_backends, own_regions
 from kvpatch.worker.recurrent_state import divided_states
 from kvpatch.worker.registered_caches import DeviceCaches, has_slots, kind_of
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -94,6 +94,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
 def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     worker, facts = release.worker, release.facts
     knows_keys, layout = release.key_order() is not None, release.stated_layout
+    layers = tuple(worker.device_kv_caches if facts.has_host_buffer else ())
     if knows_keys and facts.has_host_buffer and worker.use_host_buffer:
         layout = worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
     return UnreadCache(
@@ -105,8 +106,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
         kinds={
-            layer: kind_of(release, layer, has_slots=has_slots(release, layer))
-            for layer in (worker.device_kv_caches if facts.has_host_buffer else ())
+            layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
         },
         misreads_smaller=why_misread(release),
         rows=shared_rows(release),
@@ -115,6 +115,11 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
+        mixes_tokens=knows_keys
+        and not worker.use_mla
+        and not release.has_own_mirror
+        and layout_of_backends(release, layers) == "NHD",
+        total_heads=int(worker.model_config.get_total_num_kv_heads()),
         row_parts=_row_parts(release),
         stages=release.stages,
     )

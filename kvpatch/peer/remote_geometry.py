@@ -48,7 +48,7 @@ from kvpatch.peer.block_shapes import (
     peer_memory,
     tokens_of,
 )
-from kvpatch.worker.local_geometry import LocalGeometry, layout_shown_by
+from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
 
 
@@ -160,10 +160,8 @@ def _by_number(ours: LocalGeometry, peer: AgentMetadata) -> Iterator[Piece]:
     by_column = (peer.key_order or ours.key_order) is not KeyOrder.ROW_MAJOR
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.
-    layout = peer.inner_layout
-    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
-        shows = layout_shown_by(ours.layers) is not None or peer.layout is None
-        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
+    is_alike = peer.layout in (None, ours.layout) and peer.cache_shape is None
+    layout = ours.inner_layout if is_alike else peer.inner_layout
     for layer, region, members in _regions(ours, peer):
         shape = peer.cache_shape or ("packed" if "packed" in layer.order.dimensions else None)
         found = shape_at_peer(ours, peer, members, peer.block_bytes[region])

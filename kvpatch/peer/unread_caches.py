@@ -34,6 +34,8 @@ class UnreadCache:
         state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
         mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
         shares_tokens: whether ranks share out a block's tokens and no handshake says so.
+        mixes_tokens: True if a token's heads are neighbours in a block (NHD), whatever is stated.
+        total_heads: KV heads of the whole model.
         row_parts: into how many parts the release cuts a block that is a row of all layers, none
             of which is a block of fewer tokens; None of other caches.
         stages: the stages of this engine's pipeline, each of which has some of the layers.
@@ -53,6 +55,8 @@ class UnreadCache:
     state_bytes: tuple[int, ...] = ()
     mirror_layout: str | None = None
     shares_tokens: bool = False
+    mixes_tokens: bool = False
+    total_heads: int = 0
     row_parts: int | None = None
     stages: int = 1
 
@@ -91,13 +95,23 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             ONE_SIZE,
         )
     if local.mirror_layout is not None and local.has_heads:
-        is_read = local.layout == local.mirror_layout or (same_tokens and same_ranks)
+        # Of NHD no rank's share is one piece, and <= 0.19 nothing says so.
+        is_told = local.layout == local.mirror_layout
+        is_read = same_ranks and (is_told or same_tokens) or (is_told and local.layout == "HND")
         if remote.stated_layout not in (None, local.mirror_layout) or not is_read:
             raise PeerRefused(
                 f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
                 f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
                 "use one --block-size and --tensor-parallel-size on both sides, or "
                 "KVPATCH_HOST_BUFFER=always on both",
+            )
+    if local.mixes_tokens and same_layout and not same_ranks and not facts.names_layouts:
+        heads = max(local.total_heads // ranks for ranks in (local.tp_size, remote.tp_size))
+        if heads > 1:
+            raise PeerRefused(
+                f"it has {remote.tp_size} ranks, ours {local.tp_size}, and blocks have layout NHD, "
+                "of which a rank's heads are not one piece",
+                f"set VLLM_KV_CACHE_LAYOUT=HND with FlashAttention, or {ONE_SIZE}",
             )
     if not (same_tokens and same_layout and same_ranks):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import places_of
-from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
@@ -29,7 +29,12 @@ from kvpatch.geometry.plane import Content, Memory
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages
-from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of
+from kvpatch.worker.registered_caches import (
+    LayerCache,
+    backend_of_layer,
+    differ_in_shape,
+    page_bytes_of,
+)
 from kvpatch.worker.release_worker import ReleaseWorker
 
 _LOG = logging.getLogger("kvpatch.registration")
@@ -126,6 +131,8 @@ class LocalGeometry:
         block_tokens: tokens of a kernel block.
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
         layout: its name, as it is sent to peers.
+        inner_layout: HND or NHD, whatever it is called: that of a like engine with several heads a
+            rank too, where ours has one, whose blocks are the same bytes in both.
         total_heads: KV heads of the whole model.
         named_heads: the numbers of KV heads that the model's configuration names for some layers.
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
@@ -148,8 +155,6 @@ class LocalGeometry:
             hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
         state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
-        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
-            is not known.
         backends: the names of all layers' attention backends; none in releases <= 0.11.0.
         uses_mla: True if the model's attention is MLA; a draft model's may have heads.
     """
@@ -179,7 +184,6 @@ class LocalGeometry:
     cross_layer_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
     state_bytes: tuple[int, ...] = ()
-    backend_layout: str | None = None
     backends: frozenset[str] = frozenset()
     uses_mla: bool = False
     tiles_on_amx: bool = True
@@ -261,7 +265,7 @@ def local_geometry_of(
 ) -> LocalGeometry:
     """Returns what a worker has registered of `layers`, as the release was shown them."""
     worker, facts = release.worker, release.facts
-    inner_layout = layout_shown_by(layers) or "HND"  # the same bytes, where nothing tells
+    inner_layout = layout_shown_by(layers) or layout_of_backends(release, layers) or "HND"
     layout = release.stated_layout or inner_layout
     units = units_of(layers) if layout in NAMED_LAYOUTS else None
     return LocalGeometry(
@@ -401,31 +405,53 @@ def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCa
 # engine, while the connector asks for HND and states it (0.10.1 to 0.28).
 
 
-#: On releases <= 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
+#: On releases <= 0.11.0 workers keep a backend's name alone, and layers need not say more: those
+#: that lay out what is stated, and those without an order of their own.
 _AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
+_WITHOUT_ORDER = ("TRITON_ATTN_VLLM_V1", "TREE_ATTN_VLLM_V1", "XFORMERS_VLLM_V1", "FLEX_ATTENTION")
 
 
-def backend_layouts(release: ReleaseWorker) -> frozenset[str]:
+def layout_of_backends(release: ReleaseWorker, layers: Iterable[str]) -> InnerLayout | None:
+    """Returns HND or NHD as this worker's backends have it, or else as it is stated."""
+    known = backend_layouts(release, layers)
+    return next(iter(known)) if len(known) == 1 else inner_layout(release.stated_layout)
+
+
+def backend_layouts(release: ReleaseWorker, layers: Iterable[str]) -> frozenset[InnerLayout]:
     """The orders of heads and tokens that this worker's backends have; empty if unknown."""
-    stated, backends = release.stated_layout, release.attention_backends
-    inner = inner_layout(stated)
-    if inner is None or stated not in LAYER_BY_LAYER:
-        return frozenset()
-    is_named = not backends and release.worker.backend_name in _AS_STATED
-    if stated in NAMED_LAYOUTS or is_named:
-        return frozenset({inner})
     from vllm.config import set_current_vllm_config
 
-    of_vllm = [b for b in backends if b.__module__.partition(".")[0] == "vllm"]
-    with set_current_vllm_config(release.worker.vllm_config):
-        found = [_order_of(backend) for backend in of_vllm]
-    return frozenset() if None in found else frozenset(filter(None, found))
+    stated, config = release.stated_layout, release.worker.vllm_config
+    backends: Sequence[Any] = release.attention_backends
+    with set_current_vllm_config(config):
+        if not release.facts.states_layout:
+            from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+            stated = get_kv_cache_layout()
+        inner = inner_layout(stated)
+        if inner is None or stated not in LAYER_BY_LAYER:
+            return frozenset()
+        if stated in NAMED_LAYOUTS:
+            return frozenset({inner})
+        if release.facts.shape_source == "flags":
+            backends = [backend_of_layer(config, layer) for layer in layers]
+        if None in backends or not backends:
+            return _layouts_by_name(release.worker.backend_name, inner)
+        of_vllm = [b for b in backends if b.__module__.partition(".")[0] == "vllm"]
+        orders = [_order_of(release, backend) for backend in of_vllm]
+    return frozenset() if None in orders else frozenset(filter(None, orders))
 
 
-def _order_of(backend: Any) -> str | None:
+def _layouts_by_name(backend: str, stated: InnerLayout) -> frozenset[InnerLayout]:
+    if backend in _AS_STATED:
+        return frozenset({stated})
+    return frozenset({"NHD"}) if backend in _WITHOUT_ORDER else frozenset()
+
+
+def _order_of(release: ReleaseWorker, backend: Any) -> InnerLayout | None:
     """Returns the order in which the release's runner allocates for a backend; None if unknown."""
     try:
-        names = DimensionOrder.probe(backend.get_kv_cache_shape).dimensions
+        names = release.order_of_backend(backend).dimensions
     except UnreadableGeometry:
         return None
     if not {"token", "head"} <= set(names):
@@ -442,7 +468,7 @@ def state_own_order(release: ReleaseWorker, layers: Mapping[str, LayerCache]) ->
         The layout that it would have stated, if that is another. A peer may still state it: one
         with the same allocator and without kvpatch, or one that really has that layout.
     """
-    known, shown = backend_layouts(release), layout_shown_by(layers)
+    known, shown = backend_layouts(release, layers), layout_shown_by(layers)
     if not known or shown is None or shown in known:
         return None
     stated = release.stated_layout

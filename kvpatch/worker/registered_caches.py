@@ -46,7 +46,7 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
         has_slots: True if a block has slots of all heads in place of heads (from 0.29).
     """
     configuration = release.worker.vllm_config
-    spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
+    spec, backend = release.spec_of(layer), backend_of_layer(configuration, layer)
     of_spec = None if spec is None else _by_spec(spec)
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
     dtype = str(configuration.cache_config.cache_dtype)
@@ -107,8 +107,8 @@ def _by_spec(spec: Any) -> Kind | None:
     return SPECS[name]
 
 
-def _backend_of(configuration: Any, layer: str) -> Any:
-    """Its backend; None of a layer that does not say (any on 0.10.0; with states <= 0.10.1)."""
+def backend_of_layer(configuration: Any, layer: str) -> Any:
+    """Returns a layer's backend; None if it does not say (any on 0.10.0; with states <= 0.10.1)."""
     layers = configuration.compilation_config.static_forward_context
     ask = getattr(layers.get(layer), "get_attn_backend", None)
     return None if ask is None else ask()
@@ -208,6 +208,9 @@ def _read(
 ) -> LayerCache | None:
     """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions."""
     try:
+        own = backend_of_layer(release.worker.vllm_config, layer)
+        if not release.facts.names_layouts and own in release.attention_backends:
+            release.order_of_backend(own)  # its tensor may fit another one's order
         order = order_of(layer, cache, release.orders(layer))
         planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
     except UnreadableGeometry:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import Any
 
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS
@@ -244,10 +246,31 @@ class ReleaseWorker:
             return (BLOCKS_FIRST if worker._use_flashinfer else KEYS_FIRST,)
         if self.facts.shape_source == "layout name":
             return self._orders_by_spec(self.spec_of(layer))
-        shapes = (DimensionOrder.probe(b.get_kv_cache_shape) for b in self.attention_backends)
+        shapes, unreadable = list[DimensionOrder](), list[UnreadableGeometry]()
+        for backend in self.attention_backends:
+            try:
+                shapes.append(self.order_of_backend(backend))
+            except UnreadableGeometry as error:
+                unreadable.append(error)
+        if unreadable and not shapes:
+            raise unreadable[0]
         # An allocator that keeps keys and values apart needs a fifth dimension of packed ones too.
         apart = (BLOCKS_FIRST,) if self.facts.cache_shape == "packed" else ()
         return (*dict.fromkeys(shapes), *apart)
+
+    def order_of_backend(self, backend: Any) -> DimensionOrder:
+        """Returns the dimension order of a backend's tensors (0.11.1 to 0.28).
+
+        Raises:
+            UnreadableGeometry: it has none that is known here, as where tokens of a block are
+                stretched at the cost of heads (Whisper's pooled ones).
+        """
+        shape_of = backend.get_kv_cache_shape
+        dtype = signature(shape_of).parameters.get("cache_dtype_str")
+        if dtype is None or dtype.default is not Parameter.empty:
+            return DimensionOrder.probe(shape_of)
+        cache_dtype = str(self.worker.vllm_config.cache_config.cache_dtype)
+        return DimensionOrder.probe(shape_of, cache_dtype_str=cache_dtype)
 
     def _orders_by_spec(self, spec: Any) -> tuple[DimensionOrder, ...]:
         from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec

@@ -38,6 +38,7 @@ from kvpatch.core.proxies import ObjectProxy, replaced
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 from kvpatch.geometry.plane import Plane, extent_bytes
+from kvpatch.worker.kv_cache_groups import transferred_groups
 from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
 
@@ -155,6 +156,7 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
     worker, facts = release.worker, release.facts
     # From 0.29 the release asks for strides; of its own host buffer it has made them.
     if release.has_own_mirror:
+        _refuse_copies_of_all_groups(release)
         _refuse_other_copies(release, layers)
     if release.has_own_mirror or facts.names_layouts or not layers:
         return
@@ -187,6 +189,25 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
                     "set ENABLE_KVCACHED=true in every process of the engine where kvcached has "
                     "made it, and have another allocator give each layer its own memory",
                 )
+
+
+def _refuse_copies_of_all_groups(release: ReleaseWorker) -> None:
+    """Refuses a mirror of several cache groups, which have one memory on the device (from 0.30).
+
+    D reads each group's blocks into the mirrors of its own layers, and copies them to the device
+    out of the mirrors of all.
+    """
+    facts = release.facts
+    if "region_group_ids" not in facts.agent_metadata:
+        return
+    groups = len(transferred_groups(release.worker.kv_cache_config, facts))
+    if groups > 1:
+        raise RegistrationRefused(
+            f"this model has {groups} cache groups (sliding windows), and this vLLM's own host "
+            "buffer copies what it loads for one over another's layers (from 0.30 on)",
+            "set KVPATCH_HOST_BUFFER=always on both sides, or "
+            "--disable-hybrid-kv-cache-manager on both",
+        )
 
 
 def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:

@@ -28,7 +28,7 @@ from .kinds import (
     slot_planes,
 )
 from .kvcached_standin import Reservation, allocate, allocate_planned
-from .layer_kinds import KINDS
+from .layer_kinds import KINDS, POSITIONS
 from .odd_strides import ODD, odd_strides
 
 _TORCH = {
@@ -275,10 +275,16 @@ def _each_of_its_own(spec: EngineSpec, backend: type[Any], layout: str) -> Cache
         sizes, dtype = _sizes(spec, layer, range(spec.layers)), torch_dtype(spec.dtype)
         if spec.is_indexer(layer):
             sizes["channel"], dtype = INDEXER_BYTES, torch.uint8
+        is_pooled = spec.kind_of(layer) == "pooled"
+        if is_pooled:  # the release's own shape: more tokens, at the cost of heads
+            sizes |= {"token": sizes["token"] * POSITIONS, "head": sizes["head"] // POSITIONS}
         store = torch.zeros([sizes[dim] for dim in order], dtype=dtype)
         tensor = store.permute([order.index(dim) for dim in dims])
         memory.append(store.view(torch.uint8).numpy().reshape(-1))
-        layers.append(LayerCache(layer_name(layer), tensor, _planes(tensor, dims, spec, layer)))
+        planes = _planes(tensor, dims, spec, layer)
+        if is_pooled:  # those of the same number in all tokens
+            planes = tuple(one[:, n::POSITIONS] for one in planes for n in range(POSITIONS))
+        layers.append(LayerCache(layer_name(layer), tensor, planes))
     return Caches(tuple(layers), tuple(memory))
 
 

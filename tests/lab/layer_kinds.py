@@ -259,20 +259,20 @@ PACKED = LayerKind(
 )
 
 #: Positions of Whisper's encoder to a token.
-_POOLED = 4
+POSITIONS = 4
 
 
 def _pooled_backend() -> Any:
     whisper = importlib.import_module("vllm.model_executor.models.whisper_causal")
     flash = importlib.import_module("vllm.v1.attention.backends.flash_attn").FlashAttentionBackend
-    return whisper.create_whisper_attention_backend_with_block_pooling(flash, _POOLED)
+    return whisper.create_whisper_attention_backend_with_block_pooling(flash, POSITIONS)
 
 
 POOLED = LayerKind(
     _pooled_backend,
     "FullAttentionSpec",
-    _of_heads(tokens_per_state=Fraction(1, _POOLED)),
-    lambda tensor, spec: rows_of_states(tensor, spec, _POOLED),
+    _of_heads(tokens_per_state=Fraction(1, POSITIONS)),
+    lambda tensor, spec: rows_of_states(tensor, spec, POSITIONS),
     has_heads=True,
 )
 POOLED_WINDOW = replace(

@@ -236,3 +236,19 @@ def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
         hit = replace(case, prefix_hit_tokens=32)
         assert lab.run(hit).outcome != "identical"
         lab.on_d(hit).must_be(*expected)
+
+
+@pytest.mark.on(has_cache_groups=True, names_layouts=False)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_pooled_tokens_beside_rows_are_the_releases(lab: Lab, layout: str) -> None:
+    """Their shape needs a type of the cache, and is none of a backend that kvpatch reads."""
+    engine = replace(_ENOUGH, kinds=("", "pooled"), layout=layout)
+    case = Case("pooled, like", engine, engine, prompt_tokens=100)
+    lab.run(case).must_be("identical")
+
+    lab.on_d(case).must_be("identical")
+    lab.run(case.patched()).must_be("identical")
+    for other in (replace(engine, block_tokens=32), replace(engine, tp_size=2)):
+        for pair in ((engine, other), (other, engine)):
+            unlike = Case("pooled, unlike", *pair, prompt_tokens=100)
+            assert lab.on_d(unlike).outcome in ("identical", "refused"), unlike

@@ -57,6 +57,9 @@ UNLIKE = {
     "1 to 2 ranks": (SPEC, RANKS),
     "2 to 1 ranks": (RANKS, SPEC),
     "NHD, 16 to 64": (NHD, replace(WIDE, layout="NHD")),
+    "NHD, 64 to 16": (replace(WIDE, layout="NHD"), NHD),
+    "NHD, 1 to 2 ranks": (NHD, replace(RANKS, layout="NHD")),
+    "NHD, 2 to 1 ranks": (replace(RANKS, layout="NHD"), NHD),
     "from kvpatch's": (POOL, SPEC),
     "to kvpatch's": (SPEC, POOL),
 }
@@ -103,3 +106,23 @@ def test_copies_of_another_dimension_are_refused(lab: Lab, spec: EngineSpec) -> 
         spec = replace(spec, settings=POOL.settings)
         report = lab.run(_case((spec.on(), spec.on())))
     report.must_be("identical")
+
+
+@pytest.mark.on(has_cache_groups=True)
+@pytest.mark.parametrize("layout", ["HND", "BLHNC"])
+def test_several_cache_groups_are_right_or_refused(lab: Lab, layout: str) -> None:
+    """From 0.30 on D's mirrors of all layers are copied over the memory that groups share."""
+    if layout == "BLHNC" and not FACTS[lab.release].names_layouts:
+        pytest.skip("no such layout")
+    spec = replace(SPEC, layers=4, planned_blocks=200, window_tokens=(0, 64), layout=layout)
+    is_wrong = "region_group_ids" in FACTS[lab.release].agent_metadata
+    lab.run(_case((spec, spec))).must_be("corrupt" if is_wrong else "identical")
+
+    pairs = [(spec, spec.on()), (spec.on(), spec.on())]
+    for report in [lab.run(_case(pair)) for pair in pairs]:
+        if is_wrong:
+            report.must_be("refused", "set KVPATCH_HOST_BUFFER=always")
+        else:
+            report.must_be("identical")
+    pool = replace(spec, patched=True, settings=POOL.settings)
+    lab.run(_case((pool, pool))).must_be("identical")

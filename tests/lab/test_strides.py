@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .host import Lab
@@ -61,6 +62,22 @@ def test_one_tensor_of_all_layers(lab: Lab, family: Family) -> None:
     _run(lab, spec, spec.on()).must_be("identical")
 
 
+@pytest.mark.on(has_cache_groups=True, names_layouts=False)
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_one_tensor_of_all_layers_over_unlike_ranks(
+    lab: Lab, layout: str, ranks: tuple[int, int]
+) -> None:
+    """<= 0.19 stock reads a share of NHD's tokens for a rank's heads."""
+    p, d = (replace(_SPEC, layout=layout, allocation="all_layers", tp_size=n) for n in ranks)
+    stock = _run(lab, p, d)
+    if layout == "NHD" and Version(lab.release) < Version("0.20"):
+        stock.must_be("corrupt")
+
+    is_read = stock.outcome == "identical"
+    _run(lab, p, d.on()).must_be("identical" if is_read else "refused")
+
+
 @pytest.mark.on(states_layout=True)
 def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     """Two of one allocator are like each other; beside a plain engine P says what it has."""
@@ -84,3 +101,24 @@ def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: 
         "identical"
     )
     assert report.moved_tokens > 0, report
+
+
+@pytest.mark.parametrize("ranks", [(1, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("triton", "HND"), ("flash", "NHD"), ("flash", "HND")]
+)
+def test_a_rank_of_one_head_shows_no_order(
+    lab: Lab, family: Family, layout: str, ranks: tuple[int, int]
+) -> None:
+    """Stock takes NHD for HND (<= 0.19), and nothing in D's blocks of one head says which it is."""
+    if (lab.release, family) == ("0.11.0", "triton"):
+        pytest.skip("its connector does not know Triton's shape")
+    p, d = (replace(_SPEC, family=family, layout=layout, tp_size=size) for size in ranks)
+    case = Case(f"{family} {layout}, ranks {ranks}", p, d, prompt_tokens=320)
+    stock, report = lab.run(case), lab.on_d(case)
+
+    assert report.must_be("identical").moved_tokens > 0, report
+    if ranks[1] == 4 and layout == "NHD" and Version(lab.release) < Version("0.20"):
+        stock.must_be("corrupt")
+    if stock.outcome == "identical":  # what the release gets right is left to it
+        assert report.descriptors == stock.descriptors, (stock, report)

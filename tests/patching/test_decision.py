@@ -13,6 +13,7 @@ import torch
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
@@ -367,8 +368,25 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
     "a mirror of latents": (
         replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(PEER, tp_size=8), Stock,
     ),
-    "a mirror that states what it has, of other ranks": (
-        replace(UNREAD, mirror_layout=UNREAD.layout), replace(PEER, tp_size=8), Stock,
+    "a mirror that states HND and has it, of other ranks": (
+        replace(UNREAD, layout="HND", mirror_layout="HND"),
+        replace(PEER, layout="HND", tp_size=8), Stock,
+    ),
+    "a mirror that states NHD and has it, of other ranks": (
+        replace(UNREAD, layout="NHD", mirror_layout="NHD"),
+        replace(PEER, layout="NHD", tp_size=8), "KVPATCH_HOST_BUFFER=always",
+    ),
+    "a mirror that states NHD and has it, of other blocks": (
+        replace(UNREAD, layout="NHD", mirror_layout="NHD"),
+        replace(PEER, layout="NHD", block_tokens=64), Stock,
+    ),
+    "a share of the heads in NHD": (
+        replace(UNREAD, layout="NHD", mixes_tokens=True, total_heads=8),
+        replace(PEER, layout="NHD", tp_size=4), "VLLM_KV_CACHE_LAYOUT=HND",
+    ),
+    "one head on each rank in NHD": (
+        replace(UNREAD, tp_size=8, layout="NHD", mixes_tokens=True, total_heads=4),
+        replace(PEER, layout="NHD", tp_size=4), Stock,
     ),
     "other ranks, which share out tokens": (
         replace(UNREAD, shares_tokens=True), replace(PEER, tp_size=8), "--tensor-parallel",
@@ -380,7 +398,8 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
 def test_what_becomes_of_a_peer_that_we_do_not_read(name: str) -> None:
     ours, theirs, expected = UNREAD_PEERS[name]
 
-    _says(decide(ours, theirs, NEWEST), expected)
+    facts = NEWEST if theirs.layout in NAMED_LAYOUTS else FACTS["0.19.1"]
+    _says(decide(ours, theirs, facts), expected)
 
 
 @pytest.mark.parametrize(("kinds", "block_tokens"), [((_POOLED, _INDEXER), 8), ((_POOLED,), 64)])

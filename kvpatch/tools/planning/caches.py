@@ -18,7 +18,7 @@ from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.worker.cache_kinds import LATENT, ROWS
-from kvpatch.worker.local_geometry import LocalGeometry, layout_shown_by, units_of
+from kvpatch.worker.local_geometry import LocalGeometry, units_of
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import LayerCache
 
@@ -50,7 +50,7 @@ def geometry_of(engine: PlannedEngine, rank: int) -> LocalGeometry:
         block_tokens=engine.kernel_tokens,
         kernel_blocks_per_block=engine.parts,
         layout=engine.layout,
-        inner_layout=layout_shown_by(layers) or "HND",
+        inner_layout=engine.inner_layout,
         total_heads=1 if caches.is_mla else caches.kv_heads,
         tp_rank=rank,
         tp_size=engine.tp_size,
@@ -64,7 +64,6 @@ def geometry_of(engine: PlannedEngine, rank: int) -> LocalGeometry:
         units=units_of(layers) if engine.layout in NAMED_LAYOUTS else None,
         cross_layer_groups=tuple(filter(None, with_layers)) if facts.plans_transfers else None,
         groups=tuple(map(frozenset, named)) if len(named) > 1 else None,
-        backend_layout=engine.inner_layout,
         states=states,
         state_bytes=next((own.sizes_bytes for own in states.values()), ()),
     )
