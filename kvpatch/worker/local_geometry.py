@@ -310,7 +310,8 @@ _OF_OTHERS = re.compile("vision|image|audio|encoder|cross|indexer")
 def named_heads_of(vllm_config: Any) -> frozenset[int]:
     """Returns the numbers of KV heads that a model's configuration names, and its draft model's."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    texts = (getattr(m, "hf_text_config", None) for m in (vllm_config.model_config, draft))
+    models = vllm_config.model_config, draft
+    texts: list[Any] = [getattr(model, "hf_text_config", None) for model in models]
     named = (text.to_dict() for text in texts if hasattr(text, "to_dict"))
     return frozenset(number for one in named for number in _kv_heads(one, ""))
 
