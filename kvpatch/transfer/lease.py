@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpatch.core.recent_engines import RecentRanks
 from kvpatch.core.releases import FACTS
-from kvpatch.core.text import one_line
+from kvpatch.core.text import shown
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.nixl import errors_of
 
@@ -284,8 +284,8 @@ class Lifetime:
             "P may have given its blocks to another request, and the load counts as failed. A "
             "longer kv_lease_duration on both sides (VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) "
             "waits for slower readers; more KVPATCH_STAGING_BYTES keep reads from waiting",
-            one_line(self.request_id),
-            one_line(self.agent),
+            shown(self.request_id),
+            shown(self.agent),
             late_by,
         )
         self._find(CheckResult.EXPIRED)
