@@ -113,6 +113,7 @@ _SHUT_DOWN_SECONDS = 2.0
 
 def _serve(connection: Connection) -> None:
     from .player import Player
+    from .random_requests import play_at_random
 
     engine: Any = None
     is_left = False
@@ -125,6 +126,8 @@ def _serve(connection: Connection) -> None:
         try:
             if method == "start":
                 engine, result = Player(*arguments), None
+            elif method == "play_at_random":
+                result = play_at_random(*arguments)
             else:
                 result = None if engine is None else attrgetter(method)(engine)(*arguments)
                 if method == "stop":

@@ -1,0 +1,116 @@
+"""Random requests, of which nothing may look at what is not its own (random_requests.py).
+
+Each play is played with a few seeds, which are the same in every run and named where one fails;
+``LAB_SEEDS=100`` plays the first hundred.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import EngineSpec
+from .engine_api import Failure
+from .host import Lab
+from .random_requests import Play
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_SEEDS = int(os.environ.get("LAB_SEEDS", "4"))
+_SPEC = EngineSpec(planned_blocks=64, step_tokens=48, own_scheduler=True, patched=True)
+_FEW = replace(_SPEC, planned_blocks=14, step_tokens=24)
+_LARGER = replace(_SPEC, block_tokens=32)
+_WINDOWS = replace(_SPEC, planned_blocks=100, window_tokens=(0, 24))
+_STATES = replace(_SPEC, planned_blocks=100, has_state=True)
+_KEPT_STATES = replace(_STATES, step_tokens=32, state_mode="align")
+
+
+def _ahead(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, schedules_ahead=True)
+
+
+PLAYS = {
+    "few blocks": Play(_SPEC, _ahead(_FEW), fails=True),
+    "larger blocks at P": Play(_LARGER, _SPEC, fails=True),
+    "larger blocks at D": Play(_SPEC, _ahead(_LARGER)),
+    "windows": Play(_WINDOWS, _ahead(_WINDOWS), fails=True),
+    "unlike windows": Play(replace(_WINDOWS, block_tokens=32), _WINDOWS),
+    "states": Play(_STATES, _STATES, fails=True),
+    "recomputed": Play(_SPEC, replace(_FEW, load_failure_policy="recompute"), fails=True),
+    "turns": Play(_SPEC, _ahead(replace(_SPEC, planned_blocks=40)), fails=True, has_turns=True),
+    "turns of windows": Play(_WINDOWS, _WINDOWS, has_turns=True),
+    "turns of states": Play(_STATES, _STATES, fails=True, has_turns=True),
+    "kept states": Play(_KEPT_STATES, _ahead(_KEPT_STATES)),
+    "kept states that fail": Play(_KEPT_STATES, _KEPT_STATES, fails=True),
+    "turns of kept states": Play(_KEPT_STATES, _KEPT_STATES, has_turns=True),
+}
+
+
+def _play(lab: Lab, name: str) -> None:
+    """Plays all seeds; each kind of event that it is about must have come."""
+    play = PLAYS[name]
+    engine, total = lab.hire(play.decode), Counter[str]()
+    for seed in range(1, 1 + _SEEDS):
+        answer = engine.call("play_at_random", play, seed)
+        assert not isinstance(answer, Failure), f"seed {seed}: {answer.trace}"
+        total += answer
+    lab.dismiss(engine)
+    assert total["loaded"]
+    assert not play.fails or total["transfer"] or total["check"]
+
+
+@pytest.mark.on(since="0.11.1")  # else: no load fails alone
+@pytest.mark.parametrize("name", ["few blocks", "larger blocks at P", "larger blocks at D"])
+def test_attention(lab: Lab, name: str) -> None:
+    _play(lab, name)
+
+
+@pytest.mark.on(since="0.20")  # else: P lets go of more of a window, and D's worker refuses it
+@pytest.mark.parametrize("name", ["windows", "unlike windows"])
+def test_windows(lab: Lab, name: str) -> None:
+    _play(lab, name)
+
+
+@pytest.mark.on(since="0.13")  # else: a failed load is always recomputed
+def test_loads_that_are_recomputed(lab: Lab) -> None:
+    _play(lab, "recomputed")
+
+
+@pytest.mark.on(prefill_count=True)  # else: P computes a prompt's last token, and D loads no state
+def test_states(lab: Lab) -> None:
+    _play(lab, "states")
+
+
+@pytest.mark.on(since="0.24")  # else: no prefix cache of states beside a connector
+@pytest.mark.parametrize("name", ["kept states", "kept states that fail"])
+def test_states_in_prefix_caches(lab: Lab, name: str) -> None:
+    _play(lab, name)
+
+
+@pytest.mark.on(reads_back=True)
+@pytest.mark.parametrize("name", ["turns", "turns of windows", "turns of states"])
+def test_turns(lab: Lab, name: str) -> None:
+    _play(lab, name)
+
+
+@pytest.mark.on(since="0.26")
+def test_turns_of_states_in_prefix_caches(lab: Lab) -> None:
+    """<= 0.25 vLLM takes the state that a turn goes on from for the one at its block's end."""
+    _play(lab, "turns of kept states")
+
+
+@pytest.mark.on(has_cache_groups=True)
+def test_prompts_that_nobody_compares(lab: Lab) -> None:
+    """The negative control: without the patch D goes on from another prompt's tokens."""
+    play = PLAYS["larger blocks at P"]
+    spec = replace(play.decode, patches=tuple(slug for slug in SLUGS if slug != "same_prompt"))
+    engine = lab.hire(spec)
+    found = engine.call("play_at_random", play, 1)
+    lab.dismiss(engine)
+    assert isinstance(found, Failure)
+    assert found.kind == "Wrong"
