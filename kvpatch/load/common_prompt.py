@@ -285,8 +285,18 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     tokens, held = load
     if is_of_whole_prompt(scheduler, facts) and not tokens == held == end:
         return 0
-    if tokens >= request.num_tokens and has_state(scheduler, facts):
-        return 0  # vLLM computes the last token again, on a state that has it already
+    if has_state(scheduler, facts):
+        # vLLM computes the last token again, on a state that has it already.
+        has_last = tokens >= request.num_tokens
+        # <= 0.25 it caches the state behind a chunk as the one at the end of a block, which a chunk
+        # that begins inside a block goes past. D's chunk is one token.
+        caches_other = not facts.spares_loaded_blocks and (
+            scheduler.vllm_config.cache_config.enable_prefix_caching
+            and tokens % int(scheduler.block_size)
+            and request.num_tokens > tokens + 1
+        )
+        if has_last or caches_other:
+            return 0
     if tokens < held and facts.has_cache_groups:
         cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
         if not still_has(scheduler, held, tokens, cuts_finer=cuts_finer):

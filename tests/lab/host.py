@@ -344,6 +344,7 @@ def environment(tree: Path, home: Path, models: Path | None = None) -> dict[str,
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",  # random requests: sets of names have one order
         **far_memory.variables(),
         "UCX_NET_DEVICES": "lo",
     }

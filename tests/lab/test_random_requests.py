@@ -54,6 +54,8 @@ PLAYS = {
 def _play(lab: Lab, name: str) -> None:
     """Plays all seeds; each kind of event that it is about must have come."""
     play = PLAYS[name]
+    if lab.release == "0.21.0":  # it books a token twice where a step ahead is taken back
+        play = replace(play, decode=replace(play.decode, schedules_ahead=False))
     engine, total = lab.hire(play.decode), Counter[str]()
     for seed in range(1, 1 + _SEEDS):
         answer = engine.call("play_at_random", play, seed)
@@ -98,9 +100,8 @@ def test_turns(lab: Lab, name: str) -> None:
     _play(lab, name)
 
 
-@pytest.mark.on(since="0.26")
+@pytest.mark.on(since="0.24")  # else: no prefix cache of states beside a connector
 def test_turns_of_states_in_prefix_caches(lab: Lab) -> None:
-    """<= 0.25 vLLM takes the state that a turn goes on from for the one at its block's end."""
     _play(lab, "turns of kept states")
 
 
