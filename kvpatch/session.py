@@ -147,10 +147,7 @@ class Session:
             self._ledger.apply(slug, here)
         except SiteDrifted as error:
             _LOG.warning("kvpatch: %s is not applied to the API server: %s", slug, error)
-            # The scheduler checks what the engine's client hands it, and children of this process
-            # may be engines. It cannot see that several prompts were one request.
-            if module.__name__ != seams.server_add_request(self._facts).module:
-                self._rows[slug] = PatchStatus(slug, "refused", str(error))
+            # Children of this process may be engines, whose scheduler checks what it is handed.
         # Nothing may leave an import hook.
         except Exception as error:  # noqa: BLE001
             self._rows[slug] = PatchStatus(slug, "refused", str(error))

@@ -53,7 +53,9 @@ class Known(NamedTuple):
 def recognise(source: Source, version: str) -> Build:
     """Finds the release that the code is of: its own, or the newest, or else the nearest one."""
     own, releases = listed(version), [FACTS[release] for release in reversed(RELEASES)]
-    for facts in releases if own is None else (own, *releases):
+    if own is not None:
+        releases.insert(0, own)
+    for facts in releases:
         if not any(True for _ in _moved(source, facts)):
             return Build(version, facts, by_code=facts is not own)
     candidates = [(facts, list(_moved(source, facts))) for facts in releases]
@@ -178,7 +180,7 @@ class Source:
             base = module.replace(".", "/")
             found = (self._root.joinpath(f"{base}{end}") for end in (".py", "/__init__.py"))
             path = next((p for p in found if p.is_file()), None)
-            self._texts[module] = "" if path is None else path.read_text(encoding="utf-8")
+            self._texts[module] = "" if path is None else path.read_text(encoding="utf-8-sig")
         return self._texts[module]
 
     def fingerprint(self, module: str, name: str, package: str) -> str:

@@ -288,10 +288,10 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     if has_state(scheduler, facts):
         # vLLM computes the last token again, on a state that has it already.
         has_last = tokens >= request.num_tokens
-        # <= 0.25 it caches the state behind a chunk as the one at the end of a block, which a chunk
-        # that begins inside a block goes past. D's chunk is one token.
+        # 0.24 and 0.25 cache the state behind a chunk as the one at the end of a block, which a
+        # chunk that begins inside a block goes past. D's chunk is one token.
         caches_other = not facts.spares_loaded_blocks and (
-            scheduler.vllm_config.cache_config.enable_prefix_caching
+            scheduler.vllm_config.cache_config.mamba_cache_mode == "align"
             and tokens % int(scheduler.block_size)
             and request.num_tokens > tokens + 1
         )

@@ -116,6 +116,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         shares_tokens=max(release.context_sizes, default=1) > 1
         and not facts.states_context_parallelism,
         mixes_tokens=knows_keys
+        and not facts.names_layouts
         and not worker.use_mla
         and not release.has_own_mirror
         and layout_of_backends(release, layers) == "NHD",

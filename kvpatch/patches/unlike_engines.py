@@ -151,11 +151,14 @@ def _get_num_new_matched_tokens(
 def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
     """True of a load that workers without kvpatch may read wrongly: D computes the prompt.
 
-    P is told from 0.30 on. Earlier a worker that cannot shake hands reports such a prompt as
+    So it does where each of D's pipeline stages would read one and the same stage of P. P is told
+    from 0.30 on. Earlier a worker that cannot shake hands reports such a prompt as
     received, which ends a scheduler that does not wait for it.
     """
     state, params = scheduler_state(scheduler), request.kv_transfer_params
-    if not state.has_stock_workers or is_push(scheduler):
+    stages = int(scheduler.vllm_config.parallel_config.pipeline_parallel_size)
+    is_staged = stages > 1 and not state.facts.names_regions
+    if not (state.has_stock_workers or is_staged) or is_push(scheduler):
         return False
     planned = state.of(read_request.PlannedLoads)
     _, held = read_request.loaded_tokens(scheduler, request, state.facts, planned)

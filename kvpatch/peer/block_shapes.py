@@ -154,6 +154,12 @@ def has_copies(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     )
 
 
+def has_one_head(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if no rank of either side has two heads of a layer: HND and NHD are the same bytes."""
+    ranks = min(ours.tp_size, peer.tp_size)
+    return all(heads <= ranks for heads, _ in ours.heads_of_layers)
+
+
 def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """True if the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:

@@ -16,6 +16,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import (
     has_copies,
+    has_one_head,
     has_ranks_unmet,
     has_replicated_heads,
     has_unlike_shares,
@@ -220,12 +221,12 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     # Without heads these two are the same bytes.
     are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
     same_layout = peer.layout in (None, ours.layout) or are_latents
-    # Heads of other ranks are one piece of a layer's block in HND only; MLA has none.
+    # Heads of other ranks are one piece of a layer's block in HND, and where they are alone.
     inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
     # Beside MLA a draft model's may be whole on each rank.
     are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
     same_heads = peer.tp_size == ours.tp_size or (
-        (inner == "HND" or not ours.has_heads or are_copies)
+        (inner == "HND" or not ours.has_heads or are_copies or has_one_head(ours, peer))
         and not has_ranks_unmet(ours, peer)
         and not has_replicated_heads(ours, peer)
         and not has_unlike_shares(ours, peer)

@@ -94,10 +94,11 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             "block, and this vLLM takes heads alone for shared out",
             ONE_SIZE,
         )
+    heads = max(local.total_heads // ranks for ranks in (local.tp_size, remote.tp_size))
     if local.mirror_layout is not None and local.has_heads:
-        # Of NHD no rank's share is one piece, and <= 0.19 nothing says so.
-        is_told = local.layout == local.mirror_layout
-        is_read = same_ranks and (is_told or same_tokens) or (is_told and local.layout == "HND")
+        # Of NHD no rank's share of several heads is one piece, and <= 0.19 nothing says so.
+        is_told, is_one_piece = local.layout == local.mirror_layout, same_ranks or heads <= 1
+        is_read = is_one_piece and (is_told or same_tokens) or (is_told and local.layout == "HND")
         if remote.stated_layout not in (None, local.mirror_layout) or not is_read:
             raise PeerRefused(
                 f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
@@ -105,14 +106,12 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
                 "use one --block-size and --tensor-parallel-size on both sides, or "
                 "KVPATCH_HOST_BUFFER=always on both",
             )
-    if local.mixes_tokens and same_layout and not same_ranks and not facts.names_layouts:
-        heads = max(local.total_heads // ranks for ranks in (local.tp_size, remote.tp_size))
-        if heads > 1:
-            raise PeerRefused(
-                f"it has {remote.tp_size} ranks, ours {local.tp_size}, and blocks have layout NHD, "
-                "of which a rank's heads are not one piece",
-                f"set VLLM_KV_CACHE_LAYOUT=HND with FlashAttention, or {ONE_SIZE}",
-            )
+    if local.mixes_tokens and same_layout and not same_ranks and heads > 1:
+        raise PeerRefused(
+            f"it has {remote.tp_size} ranks, ours {local.tp_size}, and blocks have layout NHD, "
+            "of which a rank's heads are not one piece",
+            f"set VLLM_KV_CACHE_LAYOUT=HND with FlashAttention, or {ONE_SIZE}",
+        )
     if not (same_tokens and same_layout and same_ranks):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and tokens < local.block_tokens

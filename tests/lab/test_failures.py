@@ -231,21 +231,6 @@ def test_death_before(stage: Stage, lab: Lab, is_known: bool) -> None:
     assert_served(stage, lab.release, survivor, decode)
 
 
-@pytest.mark.on(since="0.11.1")
-def test_death_behind_a_read(lab: Lab) -> None:
-    """Its bytes are here before P is gone, and D looks behind that: stock's load ends well, too."""
-    with Stage(lab, "self,sm,tcp") as stage:  # which reads where it is posted
-        mortal, decode = stage.start(SPEC), stage.decode(SPEC)
-        introduce(decode, stage.prompts(1, TOKENS), mortal)
-        prompt = stage.prompt(TOKENS)
-
-        decode.ask(*mortal.compute(prompt))
-        mortal.die()
-        time.sleep(0.3)
-
-        decode.must_hold(prompt)
-
-
 @pytest.mark.on(since="0.11.1", before="0.22")  # before, it waits for ever
 def test_stock_ends_with_a_handshake(stage: Stage) -> None:
     """`get_finished` looks up the block size of a peer that was refused."""

@@ -373,8 +373,12 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
         replace(PEER, layout="HND", tp_size=8), Stock,
     ),
     "a mirror that states NHD and has it, of other ranks": (
-        replace(UNREAD, layout="NHD", mirror_layout="NHD"),
-        replace(PEER, layout="NHD", tp_size=8), "KVPATCH_HOST_BUFFER=always",
+        replace(UNREAD, layout="NHD", mirror_layout="NHD", total_heads=8),
+        replace(PEER, layout="NHD", tp_size=4), "KVPATCH_HOST_BUFFER=always",
+    ),
+    "a mirror of one head on each rank": (
+        replace(UNREAD, tp_size=8, mirror_layout="NHD", total_heads=4),
+        replace(PEER, tp_size=4), Stock,
     ),
     "a mirror that states NHD and has it, of other blocks": (
         replace(UNREAD, layout="NHD", mirror_layout="NHD"),
