@@ -57,6 +57,7 @@ Remove when:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
-from kvpatch.load.common_prompt import may_load
+from kvpatch.load.common_prompt import PromptLoads, may_load
 from kvpatch.load.read_request import ReorderedLoads, note_loads
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.other_releases import Address
@@ -81,6 +82,8 @@ from kvpatch.worker.state import (
     worker_state,
 )
 from kvpatch.worker.unpatched_workers import is_guarded
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def _add_remote_agent(
@@ -168,6 +171,15 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
         read_request.groups(params.get("remote_block_ids") or ()),
     )
     is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
+    known = state.of(PromptLoads).told
+    if is_kept and is_staged and "stages" not in known:
+        known["stages"] = True
+        _LOG.warning(
+            "prompts are computed here: this engine has %d pipeline stages, and vLLM before 0.30 "
+            "has all of them read one and the same stage of P; use --pipeline-parallel-size 1 on "
+            "the decode side",
+            stages,
+        )
     if is_kept and state.facts.failed_loads != "as failed":
         read_request.leave_unread(scheduler, request, state.facts)
     return is_kept

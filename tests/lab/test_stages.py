@@ -36,20 +36,16 @@ def test_stock_reads_one_stage_twice(stage: Stage) -> None:
     assert wrong == total // 2
 
 
+@pytest.mark.parametrize("stock_workers", [False, True])
 @pytest.mark.parametrize("block_tokens", [64, 32])
-def test_no_stage_reads(stage: Stage, block_tokens: int) -> None:
-    p, d = stage.start(STAGES.on()), stage.start(replace(STAGES.on(), block_tokens=block_tokens))
-    prompt = stage.prompt(150)
-
-    d.ask(*p.compute(prompt))
-
-    seen = d.watch(prompt, seconds=5)
-    assert not seen.received
-    assert "this engine has 2 pipeline stages" in "".join(seen.logged)
-
-
-def test_stages_without_kvpatch_are_given_no_load(stage: Stage) -> None:
+def test_no_stage_is_given_a_load(
+    stage: Stage,
+    block_tokens: int,
+    stock_workers: bool,  # noqa: FBT001
+) -> None:
+    """D computes its prompts."""
     prefill = stage.start(STAGES.on())
-    decode = stage.start(replace(STAGES.on(), own_scheduler=True, stock_workers=True))
+    own = replace(STAGES.on(), own_scheduler=True, stock_workers=stock_workers)
+    decode = stage.start(replace(own, block_tokens=block_tokens))
 
     assert [decode.ask(*prefill.compute(stage.prompt(150))) for _ in range(3)] == [0, 0, 0]
