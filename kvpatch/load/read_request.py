@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.worker.kv_cache_groups import reserves_slots
 from kvpatch.worker.state import is_push, scheduler_state, worker_state
 from kvpatch.worker.unpatched_workers import is_guarded, require
 
@@ -100,7 +99,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             held,
             local,
             remote,
-            _hit_tokens(scheduler, request, facts),
+            _hit_tokens(request, facts),
             is_guarded=has_load
             and may_guard
             and is_guarded(
@@ -238,10 +237,9 @@ def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
     return int(getattr(scheduler, facts.prefill_count)(prompt))
 
 
-def _hit_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int | None:
+def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:
     """Returns the tokens of D's own prefix cache, where its list of blocks does not tell them."""
-    drafts = facts.reserves_drafted_blocks and reserves_slots(scheduler.vllm_config)
-    if not drafts or not facts.counts_prefix_hits:
+    if not facts.reserves_drafted_blocks or not facts.counts_prefix_hits:
         return None
     stats = request.prefill_stats  # None once a request was preempted
     return None if stats is None else int(stats.num_local_cached_tokens)
