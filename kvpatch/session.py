@@ -70,7 +70,7 @@ class Session:
         self._vllm, self._build, self._problem = None, None, ""
         try:
             self._vllm = installed_vllm()
-            self._build = installed_build()
+            self._build = installed_build(self._vllm)
         except ReleaseNotKnown as error:
             self._problem = str(error)
         self._rows = {slug: self._before_import(slug) for slug in SLUGS}

@@ -74,15 +74,18 @@ def vllm_in(root: Path | ZipPath) -> InstalledVllm | None:
     return InstalledVllm(name, version, _is_as_recorded(root, beside[0]))
 
 
-def installed_build() -> Build:
+def installed_build(vllm: InstalledVllm | None = None) -> Build:
     """The installed vLLM, as kvpatch takes it.
 
     That is the release that ``KVPATCH_GENERATION`` names, or its own, or that of its code.
 
+    Args:
+        vllm: the installed one, where it is found already: that reads a long list of files.
+
     Raises:
         ReleaseNotKnown: it is none of kvpatch's releases.
     """
-    vllm, override = installed_vllm(), settings.generation_override()
+    vllm, override = vllm or installed_vllm(), settings.generation_override()
     if override:
         return Build(vllm.version, facts_named(override))
     return build_in(_module_root(), vllm)

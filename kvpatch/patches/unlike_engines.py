@@ -170,9 +170,9 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
         held,
         read_request.groups(params.get("remote_block_ids") or ()),
     )
-    is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
+    is_kept = is_staged or is_guarded(scheduler, state.equal_peers, *told, state.facts)
     known = state.of(PromptLoads).told
-    if is_kept and is_staged and "stages" not in known:
+    if is_staged and "stages" not in known:
         known["stages"] = True
         _LOG.warning(
             "prompts are computed here: this engine has %d pipeline stages, and vLLM before 0.30 "

@@ -186,7 +186,7 @@ def _vllm() -> str:
     except ReleaseNotKnown:
         return "not installed"
     try:
-        return f"{vllm.distribution} {installed_build()}"
+        return f"{vllm.distribution} {installed_build(vllm)}"
     except ReleaseNotKnown:  # the status says why
         return f"{vllm.distribution} {vllm.version}"
 

@@ -104,9 +104,7 @@ def is_guarded(
     facts: ReleaseFacts,
 ) -> bool:
     """True if a worker without kvpatch may read a request wrongly that one with it would not."""
-    number, parallel = counted_group(scheduler, facts), scheduler.vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 and not facts.names_regions:
-        return True  # each stage reads one and the same stage of P
+    number = counted_group(scheduler, facts)
     if number is None or number >= len(remote_blocks):
         return True
     tokens = int(scheduler.block_size)
