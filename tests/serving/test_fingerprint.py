@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,24 @@ def test_copies_of_a_head_must_agree() -> None:
 #: x, B and C of 16, 8 and 8 channels of 3 bytes, and 8 heads of 5.
 _SHARED = (SharedState(3, (Part(16), Part(8), Part(8))), SharedState(5, (Part(8),)))
 _ONE_GROUP = (SharedState(3, (Part(16), *[Part(8, is_copied=True)] * 2)), _SHARED[1])
+
+
+@pytest.mark.parametrize(
+    ("model_heads", "own", "ranks", "first"),
+    [(8, 2, 4, 6), (4, 2, 4, 6), (4, 1, 4, 3), (2, 1, 4, 1), (1, 1, 4, 0)],
+    ids=["as-the-model", "more-than-the-model", "one-each", "shared-by-two", "one-for-all"],
+)
+def test_heads_are_numbered_by_their_own_layer(
+    model_heads: int, own: int, ranks: int, first: int
+) -> None:
+    worker = SimpleNamespace(
+        rank=ranks - 1,
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: model_heads),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        ),
+    )
+    assert probe.first_head_of(worker, own) == first
 
 
 def _state_digests(states: tuple[SharedState, ...], rank: Rank) -> dict[str, str]:

@@ -307,7 +307,7 @@ def layer_caches(worker: Any) -> tuple[ProbedLayer, ...]:
     """
     runner = worker.model_runner
     modules = worker.vllm_config.compilation_config.static_forward_context
-    backends, first_head = _backends(runner), _first_head(worker)
+    backends = _backends(runner)
     found = []
     for group, name, spec in _specs(runner):
         if _is_state(spec):
@@ -319,7 +319,7 @@ def layer_caches(worker: Any) -> tuple[ProbedLayer, ...]:
             tensor_facts(tensor),
             _dimension_order(name, tensor, backend, spec),
             key_order=_key_order(name, module, tensor, backend),
-            first_head=first_head,
+            first_head=first_head_of(worker, spec.num_kv_heads),
         )
         window = getattr(spec, "sliding_window", None)
         found.append(ProbedLayer(name, group, spec.block_size, window, tensor, planes))
@@ -432,17 +432,20 @@ def _key_order(name: str, module: Any, tensor: torch.Tensor, backend: Any) -> Ke
     return KeyOrder.COLUMN_MAJOR
 
 
-def _first_head(worker: Any) -> int:
-    """The global number of this rank's first KV head.
+def first_head_of(worker: Any, heads: int) -> int:
+    """The global number of the first of the KV heads that this rank has of a layer.
 
     Ranks beyond the heads hold copies, and so does every rank of a model with one latent (MLA).
+    Layers of several numbers of heads (MiMo-V2) are numbered each by its own.
     """
     config = worker.vllm_config
     if config.model_config.use_mla:
         return 0
     ranks = config.parallel_config.tensor_parallel_size
-    heads = config.model_config.get_total_num_kv_heads()
-    return int(worker.rank % ranks * heads // ranks)
+    rank = int(worker.rank % ranks)
+    if heads > 1:
+        return rank * heads
+    return rank * min(config.model_config.get_total_num_kv_heads(), ranks) // ranks
 
 
 def _ask_for_tiles() -> None:
