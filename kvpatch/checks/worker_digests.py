@@ -38,7 +38,6 @@ from kvpatch.peer.block_shapes import heads_of
 from kvpatch.transfer.lease import Lifetime
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.envelope import DIGEST_ORDERS
-from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.recurrent_state import StatePages, tensors_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import held_by, worker_state
@@ -155,23 +154,15 @@ class DigestMaker:
         return written(parts) if parts and order.is_held() else None
 
 
-def _first_head(ours: LocalGeometry, plane: Plane) -> int:
-    """Returns the global number of a plane's first head, among those of its own layer."""
-    if plane.content is Content.LATENT:  # each rank has all of it
-        return 0
-    if plane.is_whole or ours.has_latents or plane.content not in (Content.KEY, Content.VALUE):
-        return plane.first_head
-    totals = ours.totals_of(plane.counts.heads)
-    total = ours.total_heads if ours.total_heads in totals else max(totals)
-    return heads_of(total, ours.tp_rank, ours.tp_size)[0]
-
-
 class DigestChecks:
     """The checks of one worker's loads by digests, and what it digests for its peers."""
 
     def __init__(self, table: DigestTable, reader: Reader) -> None:
         self._ours, self._groups = ours, groups = reader.ours, reader.groups
-        known = [replace(plane, first_head=_first_head(ours, plane)) for plane in reader.planes]
+        known = [
+            replace(plane, first_head=0) if plane.content is Content.LATENT else plane
+            for plane in reader.planes  # each rank has all of a latent
+        ]
         rank, memory = Rank(ours.tp_rank, ours.tp_size), known[0].memory
         known += [_state_plane(name, pages, rank, memory) for name, pages in reader.states.items()]
         self._tensors = {plane.layer: tensors_of(reader.tensors[plane.layer])[0] for plane in known}

@@ -26,7 +26,7 @@ from kvpatch.peer.other_releases import Notifications
 from kvpatch.peer.remote_ranks import places_of_states
 from kvpatch.transfer.lease import Leases
 from kvpatch.worker.kv_cache_groups import Group
-from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of, number_heads
 from kvpatch.worker.recurrent_state import StatePages, division_of, pages_of, states_digest
 from kvpatch.worker.registered_caches import DeviceCaches, LayerCache, differ_in_shape, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -137,7 +137,7 @@ def _read_cache(
         return None
     total_heads = worker.model_config.get_total_num_kv_heads()
     first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
-    layers = read_layers(release, kv_caches, key_order, first_head)
+    layers = number_heads(worker, read_layers(release, kv_caches, key_order, first_head))
     if not layers or (len(layers) < len(kv_caches) and not leave_state):
         return None
     return layers, release.groups(layers), key_order

@@ -118,20 +118,21 @@ def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     facts = engine_state(instance).facts
     connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
     connectors = list(connectors_of(instance))
+    # One that was refused is here to tell P of it: its prompt may be longer than any of ours.
+    is_refused = getattr(request, "abort_immediately", False)
+    most = sys.maxsize if is_refused else int(instance.max_model_len)
     for each in connectors:
         if not isinstance(each, connector):
             continue
         scheduler = each.connector_scheduler
-        limits = RequestLimits(
-            int(instance.max_model_len), is_push(scheduler), allowed_peers().allows
-        )
+        limits = RequestLimits(most, is_push(scheduler), allowed_peers().allows)
         try:
             request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
         except ParamsRefused as error:
             if is_of_another(request.kv_transfer_params) and each is not connectors[0]:
                 continue  # the one before it is asked first
             request.kv_transfer_params = None
-            if getattr(request, "abort_immediately", False):  # to tell P of one that was refused
+            if is_refused:
                 continue
             scheduler_state(scheduler).book.refuse(error)
             _LOG.error(

@@ -37,6 +37,7 @@ from kvpatch.peer.agent_metadata import (
 )
 from kvpatch.peer.block_shapes import tokens_of
 from kvpatch.worker.kv_cache_groups import packed_groups
+from kvpatch.worker.local_geometry import number_heads
 from kvpatch.worker.recurrent_state import StateInPool, states_digest, states_in
 from kvpatch.worker.registered_caches import (
     LayerCache,
@@ -119,7 +120,7 @@ def register_cross_layer_blocks(
         result = wrapped(shown)
     form = _form_of(release, pool, layers, told, states)
     _restate_payload(release, restate)
-    read = read_layers(release, shown, first_head=first.first_head)
+    read = number_heads(worker, read_layers(release, shown, first_head=first.first_head))
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         pool.blocks,

@@ -97,14 +97,20 @@ def shape_at_peer(
         return BlockShape(first_head * first.counts.heads, first.counts.heads, tokens)
     if not (ours.layers_differ_in_shape or has_unlike_shares(ours, peer)):
         return BlockShape(first_head, heads, tokens)
+    first_head, heads = first.first_head, first.counts.heads
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
-        raise PeerRefused(
-            "layers of several shapes or numbers of KV heads are read from as many ranks alone",
-            ONE_SIZE,
-        )
-    heads = first.counts.heads
+        is_shared = len(ours.totals_of(heads)) > 1
+        first_head, heads = heads_of(ours.total_of(heads), peer.tp_rank, peer.tp_size)
+        # Of heads that ranks share all totals tell the same where a rank has one on both sides.
+        is_known = ours.groups is not None and not (ours.has_draft or ours.has_latents)
+        if not is_known or has_unlike_shares(ours, peer) or (is_shared and heads > 1):
+            raise PeerRefused(
+                "layers of several shapes or numbers of KV heads are read from as many ranks "
+                "alone, where ranks share some layers' heads, or a model drafts tokens",
+                ONE_SIZE,
+            )
     if size_bytes is None:
-        return BlockShape(first.first_head, heads, tokens)
+        return BlockShape(first_head, heads, tokens)
     token_bytes = heads * row_bytes(members)
     tokens, rest = divmod(size_bytes, token_bytes)
     if rest or not tokens:
@@ -113,7 +119,7 @@ def shape_at_peer(
             f"take {token_bytes}",
             "use one model, --dtype and --kv-cache-dtype",
         )
-    return BlockShape(first.first_head, heads, tokens)
+    return BlockShape(first_head, heads, tokens)
 
 
 def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:

@@ -7,8 +7,9 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -25,9 +26,9 @@ from kvpatch.geometry.layout_strides import (
     inner_layout_of_axes,
     layer_by_layer,
 )
-from kvpatch.geometry.plane import Content, Memory
+from kvpatch.geometry.plane import Content, Memory, Plane
 from kvpatch.worker.cache_kinds import Holds
-from kvpatch.worker.kv_cache_groups import packed_groups
+from kvpatch.worker.kv_cache_groups import packed_groups, reserves_slots
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import (
     LayerCache,
@@ -135,6 +136,7 @@ class LocalGeometry:
             rank too, where ours has one, whose blocks are the same bytes in both.
         total_heads: KV heads of the whole model.
         named_heads: the numbers of KV heads that the model's configuration names for some layers.
+        has_draft: True if a model drafts tokens, whose own layers may be whole on each rank.
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
         tiles_on_amx: whether the CPU backend has such items in tiles there.
         dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
@@ -189,6 +191,7 @@ class LocalGeometry:
     tiles_on_amx: bool = True
     dtype: str = ""
     named_heads: frozenset[int] = frozenset()
+    has_draft: bool = False
 
     @cached_property
     def has_heads(self) -> bool:
@@ -223,10 +226,11 @@ class LocalGeometry:
 
     def totals_of(self, own: int) -> set[int]:
         """Returns the possible KV heads on all ranks of a layer that has `own` on each."""
-        if own > 1:
-            return {own * self.tp_size}
-        shared = {total for total in range(1, self.tp_size + 1) if self.tp_size % total == 0}
-        return (shared & {self.total_heads, *self.named_heads}) or shared
+        return totals_of(own, self.tp_size, {self.total_heads, *self.named_heads})
+
+    def total_of(self, own: int) -> int:
+        """Returns the one of them by which `number_heads` has numbered ours."""
+        return total_of(own, self.tp_size, self.total_heads, self.named_heads)
 
     @cached_property
     def heads_of_layers(self) -> frozenset[tuple[int, int]]:
@@ -278,6 +282,7 @@ def local_geometry_of(
         inner_layout=inner_layout,
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
         named_heads=named_heads_of(worker.vllm_config),
+        has_draft=reserves_slots(worker.vllm_config),
         tp_rank=int(worker.tp_rank),
         tp_size=int(worker.world_size),
         memory=Memory(
@@ -305,6 +310,47 @@ def local_geometry_of(
 _KV_HEADS = re.compile("key_value_heads|kv_heads|kv_n_heads|n_head_kv|num_attention_groups")
 #: Parts of a model, and heads, that have no blocks in this cache.
 _OF_OTHERS = re.compile("vision|image|audio|encoder|cross|indexer")
+
+
+def totals_of(own: int, ranks: int, named: AbstractSet[int]) -> set[int]:
+    """Returns the possible KV heads on all ranks of a layer that has `own` on each of them.
+
+    Args:
+        named: the numbers of KV heads that the model's configuration names.
+    """
+    if own > 1:
+        return {own * ranks}
+    shared = {total for total in range(1, ranks + 1) if ranks % total == 0}
+    return (shared & named) or shared
+
+
+def total_of(own: int, ranks: int, models: int, named: AbstractSet[int]) -> int:
+    """Returns one of them, the same for all who number heads by it: the model's if it can be."""
+    totals = totals_of(own, ranks, {models, *named})
+    return models if models in totals else max(totals)
+
+
+def number_heads(worker: Any, layers: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
+    """Numbers a rank's KV heads by layer, which may have other heads than the model states.
+
+    Layers with windows do in MiMo-V2, and those with full attention in Gemma 4. Beside latents
+    the only layers with heads are a draft model's, of which each rank may have all.
+    """
+    if not all(layer.has_heads for layer in layers.values()):
+        return dict(layers)
+    models, ranks = int(worker.model_config.get_total_num_kv_heads()), int(worker.world_size)
+    named = named_heads_of(worker.vllm_config)
+
+    def numbered(plane: Plane) -> Plane:
+        if plane.is_whole or plane.content not in (Content.KEY, Content.VALUE):
+            return plane
+        total = total_of(plane.counts.heads, ranks, models, named)
+        return replace(plane, first_head=int(worker.tp_rank) * total // ranks)
+
+    return {
+        name: replace(layer, planes=tuple(numbered(plane) for plane in layer.planes))
+        for name, layer in layers.items()
+    }
 
 
 def named_heads_of(vllm_config: Any) -> frozenset[int]:

@@ -115,6 +115,23 @@ def test_unlike_blocks_of_a_head_each(
     lab.on_d(replace(case, prefill=prefill, decode=decode)).must_be(outcome)
 
 
+@pytest.mark.parametrize(("model", "ranks"), _pairs(_READ))
+@pytest.mark.parametrize("tokens", [(16, 32), (32, 128), (64, 16)], ids=str)
+@pytest.mark.parametrize("prompt", [100, 257])
+def test_unlike_blocks_and_ranks(
+    lab: Lab, model: str, ranks: tuple[int, int], tokens: tuple[int, int], prompt: int
+) -> None:
+    """Each layer's heads are found by its own number on all ranks."""
+    case = _case(model, ranks)
+    prefill, decode = (
+        replace(side, block_tokens=size)
+        for side, size in zip((case.prefill, case.decode), tokens, strict=True)
+    )
+    case = replace(case, prefill=prefill, decode=decode, prompt_tokens=prompt)
+
+    lab.on_d(case).must_be("identical")
+
+
 # -- layers inside blocks, with pages of their own bytes ---------------------------------------
 
 _NAMED = pytest.mark.on(names_layouts=True)

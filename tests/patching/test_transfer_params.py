@@ -290,6 +290,23 @@ def test_a_request_by_which_the_server_tells_p_is_not_refused_again(
     assert ("is taken without its parameters" in caplog.text) is not is_told
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_p_is_told_of_a_refused_prompt_that_is_longer_than_any_of_ours(
+    monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
+    )
+    core = SimpleNamespace(connector=_Nixl(), max_model_len=256)
+    engine_state(core).facts = _FORM
+    params = {**_OWN, "remote_block_ids": [list(range(1, 376))]}
+    request = SimpleNamespace(request_id="r", kv_transfer_params=params, abort_immediately=is_told)
+
+    _add_request(lambda request: None, core, request)
+
+    assert (request.kv_transfer_params == params) is is_told
+
+
 def test_nixls_connector_loads_nothing_by_the_parameters_of_another() -> None:
     request = SimpleNamespace(kv_transfer_params=_MOONCAKES)
 

@@ -445,7 +445,7 @@ def first_head_of(worker: Any, heads: int) -> int:
     rank = int(worker.rank % ranks)
     if heads > 1:
         return rank * heads
-    return rank * min(config.model_config.get_total_num_kv_heads(), ranks) // ranks
+    return int(rank * min(config.model_config.get_total_num_kv_heads(), ranks) // ranks)
 
 
 def _ask_for_tiles() -> None:
