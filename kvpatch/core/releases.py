@@ -104,6 +104,9 @@ class ReleaseFacts:
     tpu_flag: str
     #: of how many ranks share out the tokens of a block, in the configuration.
     context_sizes: tuple[str, ...]
+    #: what the block manager is told of a request that is over, beside its name, to let go of what
+    #: is in front of its window; nothing where that is more than it has computed (<= 0.19).
+    window_end: tuple[str, ...]
     #: how FlashAttention's tensors begin.
     cache_shape: CacheShape
     #: where a worker finds out the shape of its caches: from flags of its own, from its
@@ -351,6 +354,7 @@ _0_10_0 = ReleaseFacts(
     device_table="",
     tpu_flag="",
     context_sizes=(),
+    window_end=(),
     cache_shape="keys first",
     shape_source="flags",
     failed_loads="unknown",
@@ -457,6 +461,7 @@ _0_20_0 = replace(
     scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
     stats=Place(f"{_PACKAGE}.stats", "NixlKVConnectorStats"),
     agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
+    window_end=("total_computed_tokens",),
     topology="transfer_topo",
 )
 _0_20_1 = replace(
@@ -504,7 +509,11 @@ _0_24_0 = replace(
     params=_0_23_0.params | {"remote_block_size"},
 )
 _0_25_0 = replace(
-    _0_24_0, release="0.25.0", generation="g0250", prefill_count="_get_remote_prefill_token_count"
+    _0_24_0,
+    release="0.25.0",
+    generation="g0250",
+    prefill_count="_get_remote_prefill_token_count",
+    window_end=("total_computed_tokens", "num_prompt_tokens"),
 )
 _0_25_1 = replace(_0_25_0, release="0.25.1")
 _0_26_0 = replace(
@@ -517,6 +526,7 @@ _0_26_0 = replace(
     },
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
+    window_end=("processed_computed_tokens", "num_prompt_tokens"),
     cache_shape="packed",
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},

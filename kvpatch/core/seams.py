@@ -232,6 +232,10 @@ longest_hit_of_each_group = _at(
     Place("vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator"),
     *("find_longest_cache_hit_per_group", "block_hashes", "max_cache_hit_length"),
 )
+#: Where a request that is over lets go of blocks in front of its window, before P names the rest.
+remove_skipped_blocks = _at(
+    _MANAGER, "remove_skipped_blocks", "request_id", lambda facts: facts.window_end
+)
 _free = _at(_MANAGER, "free", "request")
 _pop_blocks = _at(_MANAGER, "pop_blocks_for_free", "request")
 

@@ -25,6 +25,7 @@ from kvpatch.load.read_request import (
 )
 from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import (
+    begins_behind_window,
     counted_group,
     drafted_tokens,
     fills_no_more_blocks,
@@ -225,6 +226,8 @@ def _found(
         kind = Prompt.SAME if common >= same else Prompt.PART
         same = min(common, same)
     tokens = _usable(scheduler, request, PlannedLoad(same, held), end, facts)
+    if stated is not None and _leaves_last(scheduler, request, tokens, facts):
+        tokens -= 1
     return PlannedLoad(tokens, held), kind
 
 
@@ -299,7 +302,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
             return 0
     if tokens < held and facts.has_cache_groups:
         cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
-        if not still_has(scheduler, held, tokens, cuts_finer=cuts_finer):
+        prompt = int(request.num_tokens)
+        if not still_has(scheduler, held, tokens, prompt, cuts_finer=cuts_finer):
             return 0
     ranks = context_ranks(scheduler, facts)
     if ranks > 1 and tokens < held and not facts.states_context_parallelism:
@@ -310,6 +314,26 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     # none back for it: loads behind it may have all, and nothing runs that would give some back.
     slots = request.num_tokens + drafted_tokens(scheduler.vllm_config)
     return tokens if fills_no_more_blocks(scheduler, facts, tokens, slots) else 0
+
+
+def _leaves_last(scheduler: Any, request: Any, tokens: int, facts: ReleaseFacts) -> bool:
+    """True if D loads all of a prompt but its last token, for one key that only this one looks at.
+
+    P's kvpatch keeps that key's block (``same_prompt``). Smaller ones of P's would not fill D's,
+    which some releases read all the same; and what slots for drafted tokens push out of a list is
+    not known (<= 0.24).
+    """
+    params = request.kv_transfer_params
+    # P states this count from 0.21 on. An earlier one may have let go of the block.
+    if not tokens == stated_tokens(params) == request.num_tokens:
+        return False
+    if facts.lists_drafted_blocks and drafted_tokens(scheduler.vllm_config):
+        return False
+    return (
+        begins_behind_window(scheduler, tokens)
+        and context_ranks(scheduler, facts) == 1
+        and not _names_more_blocks(scheduler, params, tokens, facts)
+    )
 
 
 def _names_more_blocks(

@@ -17,7 +17,10 @@ How:
     (``kvpatch_prompt``, one text of 0.5 KB). D finds the last place where its own prompt has the
     same hash, loads up to there, and has vLLM compute the rest. A model with recurrent state loads
     all or nothing (0.24 to 0.26 its prefix hit is what all of its layers have: vLLM goes by the
-    longest), and one with sliding windows nothing that P may have let go of. A request with
+    longest), and one with sliding windows nothing that P may have let go of. Stock lets go of a
+    block too many on both sides where the first key that the prompt's last token looks at ends it:
+    it counts on the token behind, and D computes the last one again. P keeps it (from 0.21), and D
+    loads one token less, for which vLLM has that block. A request with
     an answer that another one has loaded already loads nothing: the prefix cache has the prompt.
     A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
     alone tell it what to load, and a load of it that fails a check stays one that failed.
@@ -38,6 +41,7 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvpatch.core import seams
@@ -47,6 +51,7 @@ from kvpatch.load.common_prompt import PromptLoads
 from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
 from kvpatch.load.read_request import held_tokens
 from kvpatch.worker.envelope import answer
+from kvpatch.worker.kv_cache_groups import has_plain_windows
 from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
 from kvpatch.worker.unpatched_workers import is_applied
 
@@ -114,11 +119,34 @@ def _longest_hit_of_each_group(
     return blocks, (tokens,) * len(blocks)
 
 
+def _keep_first_key(
+    names: tuple[str, ...],
+    wrapped: Wrapped,
+    instance: Any,
+    request_id: str,
+    *counts: int,
+    **named: int,
+) -> Any:
+    """Keeps a request's block with the first key that its last token looks at: D computes that.
+
+    The release counts on the token behind it.
+
+    Args:
+        names: of the counts, the first of which is that of computed tokens.
+    """
+    told = dict(zip(names, counts, strict=False)) | named
+    if has_plain_windows(instance.kv_cache_config):
+        told[names[0]] -= 1
+    return wrapped(request_id, **told)
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
         **dict.fromkeys(seams.request_finished(facts), Step(answer, _answer)),
     }
+    if facts.window_end and "remote_num_tokens" in facts.answer:
+        found[seams.remove_skipped_blocks(facts)] = partial(_keep_first_key, facts.window_end)
     if facts.takes_longest_hit:
         found[seams.longest_hit_of_each_group(facts)] = _longest_hit_of_each_group
     return found

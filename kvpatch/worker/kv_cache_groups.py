@@ -10,6 +10,7 @@ from kvpatch.core.errors import UnexpectedCaches
 from kvpatch.core.releases import ReleaseFacts
 
 _STATE = "MambaSpec"
+_WINDOW = "SlidingWindowSpec"
 _SPANNING = ("FullAttentionSpec", "ChunkedLocalAttentionSpec")
 #: Specs of layers whose blocks hold all tokens of a request. RSWASpec (from 0.25) is none: an
 #: engine lets go of blocks of the answer, and computes the answer from the prompt and a window.
@@ -103,7 +104,7 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     are named all the same. None where another kind of group is among them.
     """
     specs = _first_specs(scheduler)
-    if not specs or any(type(spec).__name__ != "SlidingWindowSpec" for spec in specs):
+    if not specs or any(type(spec).__name__ != _WINDOW for spec in specs):
         return None
     windows = [_window_tokens(spec) for spec in specs]
     number = windows.index(max(windows))
@@ -147,25 +148,54 @@ def fills_no_more_blocks(
     return all(-(-loaded_tokens // size) == -(-slots // size) for size in sizes)
 
 
-def still_has(scheduler: Any, held_tokens: int, needed_tokens: int, *, cuts_finer: bool) -> bool:
+def still_has(
+    scheduler: Any, held_tokens: int, needed_tokens: int, prompt_tokens: int, *, cuts_finer: bool
+) -> bool:
     """True if P keeps what attention behind fewer of its tokens looks at.
 
     P lets go of blocks in front of the window before its last token: if it `cuts_finer`, into
-    smaller blocks than D, of more tokens than D would.
+    smaller blocks than D, of more tokens than D would. The last token of all of D's is computed
+    again.
     """
     counts = held_tokens, needed_tokens
+    seen = held_tokens, min(needed_tokens, prompt_tokens - 1)
     for group in scheduler.kv_cache_config.kv_cache_groups:
         for spec in _members(group.kv_cache_spec):
             if type(spec).__name__ in _FULL:
                 continue
             window, block_tokens = _window_tokens(spec), int(spec.block_size)
-            first_blocks = {max(0, tokens - window + 1) // block_tokens for tokens in counts}
+            first_blocks = {max(0, tokens - window + 1) // block_tokens for tokens in seen}
             last_blocks = {(tokens - 1) // block_tokens for tokens in counts}
             if not window or len(first_blocks) > 1 or len(last_blocks) > 1:
                 return False
             if cuts_finer and held_tokens >= window:
                 return False
     return True
+
+
+def has_plain_windows(plan: Any) -> bool:
+    """True if a plan has sliding windows, and beside them full attention at most."""
+    members = (one for group in plan.kv_cache_groups for one in _members(group.kv_cache_spec))
+    kinds = {type(one).__name__ for one in members}
+    return _WINDOW in kinds and kinds <= {_WINDOW, "FullAttentionSpec"}
+
+
+def begins_behind_window(scheduler: Any, tokens: int) -> bool:
+    """True if vLLM gives a load of a prompt no block for the first key of its last token.
+
+    It counts on a token behind the prompt, and computes the last one again, which looks at one key
+    more. If that is the last of a block, it is missing. A load of one token less has the block, and
+    otherwise the same ones: False where it would not fill as many.
+    """
+    plan = scheduler.kv_cache_config
+    if not has_plain_windows(plan):
+        return False
+    specs = [one for group in plan.kv_cache_groups for one in _members(group.kv_cache_spec)]
+    return all((tokens - 1) % int(one.block_size) for one in specs) and any(
+        0 < window <= tokens and (tokens - window + 1) % int(one.block_size) == 0
+        for one in specs
+        for window in (_window_tokens(one),)
+    )
 
 
 def _first_specs(scheduler: Any) -> list[Any]:

@@ -28,6 +28,7 @@ _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BLOCK_MANAGER = "vllm.v1.core.kv_cache_manager"
+_BLOCK_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _INTERFACE = "vllm.v1.kv_cache_interface"
 
@@ -267,6 +268,15 @@ def _tpu_flag(source: Source) -> str:
     return next((name for name in names if f"self.{name} = " in body), "")
 
 
+def _window_end(source: Source) -> tuple[str, ...]:
+    """Nothing where another count tells what is in front of a window."""
+    skipped = source.body(_BLOCK_MANAGERS, "SlidingWindowManager.get_num_skipped_tokens")
+    is_computed = "num_computed_tokens" in source.core("_connector_finished")
+    if not is_computed or "num_computed_tokens - self.sliding_window + 1" not in skipped:
+        return ()
+    return source.parameters(_BLOCK_MANAGER, "KVCacheManager.remove_skipped_blocks")[2:]
+
+
 def _context_sizes(source: Source) -> tuple[str, ...]:
     modules = ("vllm.config", "vllm.config.parallel")
     found = frozenset[str]().union(*(source.fields_in(m, "ParallelConfig") for m in modules))
@@ -429,6 +439,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "tpu_flag": _tpu_flag,
     "books_of_regions": _books_of_regions,
     "context_sizes": _context_sizes,
+    "window_end": _window_end,
     "prefill_count": lambda s: next((n for n in _PREFILL_COUNTS if s.method(s.scheduler, n)), ""),
     "cache_shape": _cache_shape,
     "shape_source": _shape_source,

@@ -609,7 +609,7 @@ class Player(Engine):
         core.edits[prompt.name] = prompt.edits
         params = json.loads(ask.answer) if ask.answer else None
         tracked = core.receive(prompt.number, prompt.name, prompt.tokens, params)
-        core.note_windows(tracked, prompt.tokens)
+        core.note_windows(tracked, prompt.tokens - 1)  # D computes the last one again
         self._by_name[prompt.name] = tracked
 
     def is_told_of(self, name: str) -> bool:

@@ -182,8 +182,9 @@ class SimulatedEngine(CoreScheduler):
             table, window = tracked.tables[number], self._windows[number]
             for token in self._seen(number, tokens.start):
                 block, slot = self._place(table, size, number, token)
-                # docs/reference/limits.md: the prompt's last token looks at one that P lets go of.
-                if window and token == prompt - window == tokens.start - window + 1:
+                # docs/reference/limits.md: 0.20, the last token looks at one that P lets go of.
+                is_left = window and "remote_num_tokens" not in self.facts.answer
+                if is_left and token == prompt - window == tokens.start - window + 1:
                     continue
                 found = self._marks.get((block, slot)) if block else None
                 if found != marks[token]:

@@ -230,6 +230,25 @@ def test_a_window_whose_p_has_smaller_blocks(
     assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}
 
 
+@pytest.mark.on(since="0.21")
+@pytest.mark.parametrize("windows", [(0, 40), (40,)])
+@pytest.mark.parametrize("kind", ["like", "unlike"])
+def test_the_first_key_of_a_window(
+    stage: Stage, lab: Lab, kind: str, windows: tuple[int, ...]
+) -> None:
+    """It is the last of a block. Only the prompt's last token looks at it, which D computes."""
+    changes = {"layers": 4, "window_tokens": windows}
+    pair = _pair(stage, *(replace(spec, **changes) for spec in _specs(lab, kind)))
+    tokens = 6 * _BLOCK + 40 - 1
+    for more, hit in ((0, 0), (0, 2 * _BLOCK), (0, 7 * _BLOCK), (1, 0), (-_BLOCK, 0), (20, 0)):
+        ask = pair.prefilled(stage.prompt(tokens))
+        prompt = pair.like(ask.prompt, tokens + more)
+        pair.seed(prompt, hit)
+        served = pair.serve(prompt, ask.answer)
+        if not more:
+            assert served.computed == 1, "the rest is loaded"
+
+
 def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
     """A proxy whose fields are typed sends an empty text for what P did not send."""
     pair = beside_stock

@@ -241,6 +241,52 @@ def test_a_peer_whose_steps_are_ahead_of_its_answer(kind: Any, prompt: int, load
     assert scheduler_state(scheduler).of(PlannedLoads)[request].remote_tokens == 145
 
 
+class SlidingWindowMLASpec(SimpleNamespace):
+    """Fake: vLLM's, by its name."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "loaded", "changes"),
+    [
+        (135, 134, {}),
+        (136, 136, {}),
+        (39, 39, {}),  # no token is in front of the window
+        (129, 129, {"window": 18}),  # the last token begins a block
+        (135, 0, {"held": 136}),  # P has let go of it
+        (135, 135, {"is_stated": False}),
+        (135, 135, {"named": 8}),  # P's blocks are smaller
+        (135, 135, {"kind": SlidingWindowMLASpec}),
+        (135, 135, {"release": "0.24.0", "drafts": True}),
+        (135, 134, {"release": "0.25.0", "drafts": True}),
+    ],
+)
+def test_a_window_whose_first_key_ends_a_block(
+    prompt: int, loaded: int, changes: dict[str, Any]
+) -> None:
+    """Of all but the prompt's last token vLLM has the block that this one looks at."""
+    ids, held = list(range(1, 300)), changes.get("held", prompt)
+    request = _Request()
+    vars(request).update(prompt_token_ids=ids[:prompt], num_tokens=prompt)
+    params = {"remote_num_tokens": held, "remote_engine_id": "P"}
+    params["remote_block_ids"] = [list(range(1, 1 + changes.get("named", 4)))]
+    if changes.get("is_stated", True):
+        filled = _prefilled(ids[:prompt], tuple(ids[prompt:]))
+        params[FIELD] = str(state_prompt(filled, held, names_images=True))
+    request.kv_transfer_params |= params
+    scheduler = _scheduler(changes.get("release", "0.33.0"))
+    scheduler._is_hma_required = True
+    if "drafts" in changes:
+        drafting = SimpleNamespace(method="eagle", num_speculative_tokens=4)
+        scheduler.vllm_config.speculative_config = drafting
+    kind = changes.get("kind", SlidingWindowSpec)
+    spec = kind(sliding_window=changes.get("window", 40), block_size=16)
+    scheduler.kv_cache_config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+    )
+
+    assert PromptLoads().plan(scheduler, request, 0, prompt) == loaded
+
+
 @pytest.mark.parametrize(("named", "loaded"), [([0, 1, 2, 3], 64), ([5, 6, 0, 8], 32)])
 def test_a_gap_is_behind_the_first_block(
     named: list[int], loaded: int, monkeypatch: pytest.MonkeyPatch
