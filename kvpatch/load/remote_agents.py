@@ -47,7 +47,7 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache, why_misread
+from kvpatch.peer.unread_caches import UnreadCache, planned_heads, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, layout_of_backends, own_regions
 from kvpatch.worker.recurrent_state import divided_states
@@ -97,6 +97,9 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     layers = tuple(worker.device_kv_caches if facts.has_host_buffer else ())
     if knows_keys and facts.has_host_buffer and worker.use_host_buffer:
         layout = worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
+    kinds = {
+        layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
+    }
     return UnreadCache(
         worker.block_size,
         worker.world_size,
@@ -105,9 +108,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
-        kinds={
-            layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
-        },
+        kinds=kinds,
         misreads_smaller=why_misread(release),
         rows=shared_rows(release),
         divisions=divided_states(release),
@@ -121,6 +122,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         and not release.has_own_mirror
         and layout_of_backends(release, layers) == "NHD",
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
+        heads=planned_heads(release, kinds),
         row_parts=_row_parts(release),
         stages=release.stages,
     )
