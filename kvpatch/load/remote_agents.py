@@ -47,7 +47,7 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache, why_misread
+from kvpatch.peer.unread_caches import UnreadCache, planned_heads, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, layout_of_backends, own_regions
 from kvpatch.worker.recurrent_state import divided_states
@@ -97,6 +97,9 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     layers = tuple(worker.device_kv_caches if facts.has_host_buffer else ())
     if knows_keys and facts.has_host_buffer and worker.use_host_buffer:
         layout = worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
+    kinds = {
+        layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
+    }
     return UnreadCache(
         worker.block_size,
         worker.world_size,
@@ -105,9 +108,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
-        kinds={
-            layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
-        },
+        kinds=kinds,
         misreads_smaller=why_misread(release),
         rows=shared_rows(release),
         divisions=divided_states(release),
@@ -121,6 +122,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         and not release.has_own_mirror
         and layout_of_backends(release, layers) == "NHD",
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
+        heads=planned_heads(release, kinds),
         row_parts=_row_parts(release),
         stages=release.stages,
     )
@@ -290,10 +292,29 @@ class Handshake:
 
     def _book(self, wrapped: Callable[..., Any], metadata: Any, tp_size: int) -> Any:
         check_descriptors(self.worker, self.facts, metadata)
+        known = self._rank_mapping()
         agent = wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        self._count_stages(known)
         if self.facts.reorders_for_cpu:
             note_peer(self.worker, metadata)
         return agent
+
+    def _rank_mapping(self) -> Any:
+        """Returns how the release reads the peer's ranks; None where it has not said so yet."""
+        is_counted = self.release.stages > 1 and self.facts.names_regions
+        return self.worker.tp_mappings.get(self.metadata.engine_id) if is_counted else None
+
+    def _count_stages(self, known: Any) -> None:
+        """Makes P wait for each stage of our pipeline: the release counts one stage's readers.
+
+        P frees a request's blocks once it has as many notifications as each of them says. The
+        stages all send theirs in the same cases: the scheduler hands them one list of loads.
+        """
+        mapping = self._rank_mapping()
+        if mapping is not None and mapping is not known:
+            readers = mapping.local_consumers * self.release.stages
+            counted = replace(mapping, local_consumers=readers)
+            self.worker.tp_mappings[self.metadata.engine_id] = counted
 
     def _add_heterogeneous(self, rank: RemoteRank) -> Any:
         from kvpatch.load.heterogeneous_reads import HeterogeneousReads  # of no like pair

@@ -155,16 +155,22 @@ def has_copies(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def has_one_head(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if no rank of either side has two heads of a layer: HND and NHD are the same bytes."""
+    """True if no rank has two heads of a layer, and the release takes such a peer's NHD for HND."""
     ranks = min(ours.tp_size, peer.tp_size)
-    return all(heads <= ranks for heads, _ in ours.heads_of_layers)
+    has_one = all(heads <= ranks for heads, _ in ours.heads_of_layers)
+    return has_one and peer.tp_size >= _least_with_copies(ours)
+
+
+def _least_with_copies(ours: LocalGeometry) -> int:
+    """Returns the fewest ranks of a peer whose heads the release takes for copied."""
+    return ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
 
 
 def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """True if the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:
         return False
-    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
+    least = _least_with_copies(ours)
     if peer.tp_size > ours.tp_size:  # of a model with states it takes one, and reads it rightly
         return peer.tp_size >= least and not ours.states
     if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
@@ -173,21 +179,33 @@ def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def has_unlike_shares(ours: LocalGeometry, peer: AgentMetadata) -> bool:
-    """True if a block of ours may be other shares of a peer's block, by the layer.
-
-    Where ranks share out the heads of some layers, and copy those of others, vLLM plans blocks of
-    unlike tokens on the two sides. And where pages of unlike bytes begin in one place of a block
-    (from 0.29), the release takes a layer's share from the largest one's region.
-    """
+    """True if a block of ours may be other shares of a peer's block, by the layer."""
     is_one_shape = ours.groups is None and not ours.layers_differ_in_shape
     if peer.tp_size == ours.tp_size or ours.has_latents or is_one_shape:
         return False
-    shares = {Fraction(max(1, n // peer.tp_size), own) for n, own in ours.heads_of_layers}
     overlays_pages = (
         ours.layout in LAYERS_INSIDE_BLOCKS
         and ours.groups is not None
         and differ_in_page_bytes(ours.layers)
     )
+    return are_unlike_shares(ours.heads_of_layers, peer.tp_size, overlays_pages=overlays_pages)
+
+
+def are_unlike_shares(
+    heads_of_layers: Iterable[tuple[int, int]], ranks: int, *, overlays_pages: bool
+) -> bool:
+    """True if layers of several shapes may be other shares of a peer's block than one another.
+
+    Where ranks share out the heads of some layers, and copy those of others, vLLM plans blocks of
+    unlike tokens on the two sides. And where pages of unlike bytes begin in one place of a block
+    (from 0.29), the release takes a layer's share from the largest one's region.
+
+    Args:
+        heads_of_layers: KV heads of a layer on all ranks, and those of one of ours.
+        ranks: of the peer, not as many as ours.
+        overlays_pages: True if pages of unlike bytes begin in one place of a block.
+    """
+    shares = {Fraction(max(1, total // ranks), own) for total, own in heads_of_layers}
     return len(shares) > 1 or (overlays_pages and bool(shares - {Fraction(1)}))
 
 

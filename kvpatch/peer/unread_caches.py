@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.block_shapes import ONE_SIZE, refuse_other_rows, unknown_kind
+from kvpatch.peer.block_shapes import (
+    ONE_SIZE,
+    are_unlike_shares,
+    refuse_other_rows,
+    unknown_kind,
+)
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
+from kvpatch.worker.kv_cache_groups import transferred_groups
+from kvpatch.worker.local_geometry import named_heads_of, totals_of
 from kvpatch.worker.recurrent_state import StateDivision
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
+
+
+class PlannedHeads(NamedTuple):
+    """The KV heads of a cache's layers of rows, as the plan has them.
+
+    Attributes:
+        of_layers: what each layer may have on all ranks, and what it has on one of ours.
+        is_one_shape: True if all layers have one block table and one shape.
+        overlays_pages: True if pages of unlike bytes begin in one place of a block.
+    """
+
+    of_layers: frozenset[tuple[int, int]] = frozenset()
+    is_one_shape: bool = True
+    overlays_pages: bool = False
+
+    def most_on(self, ranks: int, model: int) -> int:
+        """Returns the most heads of a layer that one of so many ranks has.
+
+        Args:
+            model: the KV heads of the whole model.
+        """
+        return max(total // ranks for total in (model, *(total for total, _ in self.of_layers)))
 
 
 @dataclass(frozen=True)
@@ -36,6 +67,7 @@ class UnreadCache:
         shares_tokens: whether ranks share out a block's tokens and no handshake says so.
         mixes_tokens: True if a token's heads are neighbours in a block (NHD), whatever is stated.
         total_heads: KV heads of the whole model.
+        heads: those of its layers, which may be others.
         row_parts: into how many parts the release cuts a block that is a row of all layers, none
             of which is a block of fewer tokens; None of other caches.
         stages: the stages of this engine's pipeline, each of which has some of the layers.
@@ -57,6 +89,7 @@ class UnreadCache:
     shares_tokens: bool = False
     mixes_tokens: bool = False
     total_heads: int = 0
+    heads: PlannedHeads = PlannedHeads()
     row_parts: int | None = None
     stages: int = 1
 
@@ -94,7 +127,8 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             "block, and this vLLM takes heads alone for shared out",
             ONE_SIZE,
         )
-    heads = max(local.total_heads // ranks for ranks in (local.tp_size, remote.tp_size))
+    ranks = local.tp_size, remote.tp_size
+    heads = max(local.heads.most_on(size, local.total_heads) for size in ranks)
     if local.mirror_layout is not None and local.has_heads:
         # Of NHD no rank's share of several heads is one piece, and <= 0.19 nothing says so.
         is_told, is_one_piece = local.layout == local.mirror_layout, same_ranks or heads <= 1
@@ -111,6 +145,12 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             f"it has {remote.tp_size} ranks, ours {local.tp_size}, and blocks have layout NHD, "
             "of which a rank's heads are not one piece",
             f"set VLLM_KV_CACHE_LAYOUT=HND with FlashAttention, or {ONE_SIZE}",
+        )
+    if not same_ranks and local.has_heads and _has_unlike_shares(local, remote):
+        raise PeerRefused(
+            f"it has {remote.tp_size} ranks, ours {local.tp_size}, and layers have several shapes "
+            "or numbers of KV heads, of which this vLLM takes one share",
+            ONE_SIZE,
         )
     if not (same_tokens and same_layout and same_ranks):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
@@ -157,6 +197,13 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             f"{local.misreads_smaller}",
             "use one --block-size on both sides",
         )
+
+
+def _has_unlike_shares(local: UnreadCache, remote: AgentMetadata) -> bool:
+    if local.heads.is_one_shape or local.rows is not None:  # rows of rings are judged by page
+        return False
+    overlays = local.heads.overlays_pages
+    return are_unlike_shares(local.heads.of_layers, remote.tp_size, overlays_pages=overlays)
 
 
 def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> None:
@@ -206,6 +253,39 @@ def _shared_ring(layer: str, ranks: str) -> PeerRefused:
         f"blocks of layer {layer} hold {RING.contents}, of which this vLLM reads a share where P "
         f"has {ranks} ranks",
         ONE_SIZE,
+    )
+
+
+# --- heads, by the plan --------------------------------------------------------------------
+
+
+def planned_heads(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> PlannedHeads:
+    """Returns the KV heads of layers of rows, whose tensors need not tell.
+
+    <= 0.17 there is no plan: the model's configuration names all that a layer may have.
+    """
+    worker, facts = release.worker, release.facts
+    model, ranks = int(worker.model_config.get_total_num_kv_heads()), int(worker.world_size)
+    named = {model, *named_heads_of(worker.vllm_config)}
+    if not facts.has_cache_groups:
+        return PlannedHeads(frozenset((total, max(1, total // ranks)) for total in named))
+    found = (release.spec_of(layer) for layer, kind in kinds.items() if kind.holds is Holds.ROWS)
+    specs = [spec for spec in found if hasattr(spec, "num_kv_heads")]
+    if any("MLA" in type(spec).__name__ for spec in specs):  # latents, which each rank has whole
+        return PlannedHeads()
+    has_groups = len(transferred_groups(worker.kv_cache_config, facts)) > 1
+    pages = {int(spec.real_page_size_bytes) for spec in specs}
+    shapes = {(spec.num_kv_heads, spec.head_size, spec.block_size) for spec in specs}
+    return PlannedHeads(
+        frozenset(
+            (total, own)
+            for own in {int(spec.num_kv_heads) for spec in specs}
+            for total in totals_of(own, ranks, named)
+        ),
+        is_one_shape=len(shapes) <= 1 and not has_groups,
+        overlays_pages=has_groups
+        and len(pages) > 1
+        and release.stated_layout in LAYERS_INSIDE_BLOCKS,
     )
 
 

@@ -7,12 +7,13 @@ release then plans blocks of other tokens on each side.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvpatch.core.releases import FACTS
 
-from .case import Case, EngineSpec, Outcome
+from .case import MIRRORED, Case, EngineSpec, Outcome
 from .host import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation, pytest.mark.on(since="0.18")]
@@ -156,3 +157,49 @@ def test_a_share_of_pages_of_several_sizes(lab: Lab, model: str, ranks: tuple[in
 
     assert lab.run(case).outcome == "corrupt"
     lab.on_d(case).must_be("refused", _SEVERAL)
+
+
+# -- caches that vLLM alone reads -----------------------------------------------------------------
+
+_MIRRORED = {"device": MIRRORED, "own_scheduler": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"), [("MiMo-V2", (2, 4)), ("MiMo-V2", (4, 8)), ("Gemma 4", (4, 2))]
+)
+@pytest.mark.parametrize(
+    "unread",
+    [
+        pytest.param({"sharing_layers": 1}, id="shared", marks=pytest.mark.on(since="0.24")),
+        pytest.param(_MIRRORED, id="mirrored", marks=pytest.mark.on(since="0.26", before="0.30")),
+    ],
+)
+def test_caches_that_kvpatch_does_not_read_into(
+    lab: Lab, unread: dict[str, Any], model: str, ranks: tuple[int, int]
+) -> None:
+    case = _case(model, ranks)
+    case = Case(case.name, *(replace(side, **unread) for side in (case.prefill, case.decode)), 150)
+    stock, patched = lab.run(case), lab.on_d(case)
+
+    if ranks in _READ[model]:
+        stock.must_be("identical")
+        patched.must_be("identical")
+    else:
+        assert stock.outcome != "identical", stock
+        patched.must_be("refused", "several shapes or numbers of KV heads")
+
+
+@pytest.mark.on(before="0.26")
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4)])
+def test_a_mirror_of_another_layout_than_it_states(
+    lab: Lab, ranks: tuple[int, int], layout: str
+) -> None:
+    """It is NHD, and the model's heads are one: those windows are two."""
+    case = _case("wide, few heads", ranks, layout)
+    sides = (replace(side, **_MIRRORED) for side in (case.prefill, case.decode))
+    mirrored = Case(case.name, *sides, 150)
+    outcome: Outcome = "identical" if ranks == (2, 4) else "refused"
+
+    assert (lab.run(mirrored).outcome == "identical") == (outcome == "identical")
+    lab.on_d(mirrored).must_be(outcome)

@@ -103,7 +103,7 @@ def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: 
     assert report.moved_tokens > 0, report
 
 
-@pytest.mark.parametrize("ranks", [(1, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("ranks", [(1, 4), (2, 4), (4, 2), (4, 8)])
 @pytest.mark.parametrize(
     ("family", "layout"), [("triton", "HND"), ("flash", "NHD"), ("flash", "HND")]
 )

@@ -18,7 +18,7 @@ from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
 from kvpatch.peer.statement import DeclaredGeometry
-from kvpatch.peer.unread_caches import UnreadCache
+from kvpatch.peer.unread_caches import PlannedHeads, UnreadCache
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
 from kvpatch.worker.local_geometry import KernelBlockSizes, units_of
 from kvpatch.worker.recurrent_state import StateDivision, StatePages
@@ -93,6 +93,20 @@ def whole(kind: Kind) -> LocalCache:
     return replace(found, geometry=geometry, planes=planes_of(geometry))
 
 
+def one_head(ranks: int) -> LocalCache:
+    """A rank's cache with one of 4 heads, of more ranks, in LBNHC."""
+    geometry = replace(
+        ours_of(tp_size=4), tp_size=ranks, total_heads=4, layout="LBNHC", inner_layout="NHD"
+    )
+    return LocalCache(geometry, planes_of(geometry))
+
+
+def of_one_head(ranks: int) -> AgentMetadata:
+    lengths = list(one_head(8).geometry.block_bytes)
+    stated = {"kv_cache_layout": "LBNHC", "block_lens": lengths, "block_strides": lengths}
+    return peer(0, ranks, **stated)
+
+
 def local_with_states(*division: StateDivision) -> LocalCache:
     """Our side, whose states begin where its first layer does."""
     found = local()
@@ -118,6 +132,12 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "cross-layer blocks": (local, lambda: peer(**regions_of("BLHNC", block_tokens=16)), Read),
     "heads outside blocks": (local, lambda: peer(**regions_of("LHBNC", block_tokens=16)), Read),
     "ranks whose heads are pieces": (local, lambda: peer(1, 2), Stock),
+    "tokens before heads, one head on each rank, which vLLM takes for several": (
+        lambda: one_head(8), lambda: of_one_head(4), Read,
+    ),
+    "tokens before heads, one head on each rank of more than there are heads": (
+        lambda: one_head(16), lambda: of_one_head(8), Stock,
+    ),
     "ranks that share heads": (local, lambda: peer(5, 8, block_lens=[1024] * 2), Read),
     "cut in the only way that there is": (
         lambda: local(kernel_sizes=_CUTS), lambda: replace(peer(), kernel_blocks_per_block=None),
@@ -332,6 +352,9 @@ def test_no_stage_of_a_pipeline_reads_where_no_layers_are_named(
     assert not isinstance(found, PeerRefused), found
 
 
+#: 4 heads with full attention and 8 with windows, of which a rank of 8 has one each.
+_MIMO = PlannedHeads(frozenset({(4, 1), (8, 1)}), is_one_shape=False)
+_PAGES = PlannedHeads(frozenset({(4, 2), (8, 4)}), is_one_shape=False, overlays_pages=True)
 #: name: a cache that we do not read into, the peer, and what becomes of it.
 UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
     "like us": (UNREAD, PEER, Stock),
@@ -391,6 +414,29 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
     "one head on each rank in NHD": (
         replace(UNREAD, tp_size=8, layout="NHD", mixes_tokens=True, total_heads=4),
         replace(PEER, layout="NHD", tp_size=4), Stock,
+    ),
+    "a mirror of one head on each rank but in windows": (
+        replace(UNREAD, tp_size=8, mirror_layout="NHD", total_heads=4, heads=_MIMO),
+        replace(PEER, tp_size=4), "KVPATCH_HOST_BUFFER=always",
+    ),
+    "a share of the windows' heads in NHD": (
+        replace(UNREAD, tp_size=8, layout="NHD", mixes_tokens=True, total_heads=4, heads=_MIMO),
+        replace(PEER, layout="NHD", tp_size=4), "VLLM_KV_CACHE_LAYOUT=HND",
+    ),
+    "heads of some layers alone are copied": (
+        replace(UNREAD, tp_size=8, layout="HND", mirror_layout="HND", total_heads=4, heads=_MIMO),
+        replace(PEER, layout="HND", tp_size=4), "use one --tensor-parallel-size",
+    ),
+    "all heads are copied on both sides": (
+        replace(UNREAD, tp_size=8, layout="HND", total_heads=4, heads=_MIMO),
+        replace(PEER, layout="HND", tp_size=16), Stock,
+    ),
+    "pages of unlike bytes in one place, of other ranks": (
+        replace(UNREAD, tp_size=2, layout="BLHNC", heads=_PAGES), replace(PEER, layout="BLHNC"),
+        "use one --tensor-parallel-size",
+    ),
+    "pages of unlike bytes each in its own place, of other ranks": (
+        replace(UNREAD, tp_size=2, heads=_PAGES._replace(overlays_pages=False)), PEER, Stock,
     ),
     "other ranks, which share out tokens": (
         replace(UNREAD, shares_tokens=True), replace(PEER, tp_size=8), "--tensor-parallel",
