@@ -128,7 +128,7 @@ def _hold_all_hits(
     new_computed_blocks: tuple[Any, ...],
     num_local_computed_tokens: int,
     num_external_computed_tokens: int,
-) -> None:
+) -> Any:
     """Holds the prefix hits of all cache groups while the groups get blocks for loaded tokens.
 
     A group holds its own hit alone before it takes blocks, the next to be evicted: these may be a

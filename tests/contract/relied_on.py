@@ -204,12 +204,8 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
         blocks = "SingleTypeKVCacheManager.free"
         found.append((_BLOCK_MANAGERS, blocks))
         found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_request"))
-    if facts.allocates_before_holding:  # what is counted, what a group holds, and how
-        names = (
-            "allocate_new_computed_blocks",
-            "get_num_blocks_to_allocate",
-            "get_num_skipped_tokens",
-        )
+    if facts.allocates_before_holding:  # what a group holds, and how
+        names = ("allocate_new_computed_blocks", "get_num_skipped_tokens")
         found += [(_BLOCK_MANAGERS, f"SingleTypeKVCacheManager.{name}") for name in names]
         pool = "vllm.v1.core.block_pool"
         found += [(pool, f"BlockPool.{name}") for name in ("touch", "free_blocks")]
