@@ -207,6 +207,9 @@ class ReleaseFacts:
     grants_leases: bool = _since("0.22.0")
     #: P's lists may go on behind the prompt where P drafts tokens.
     lists_drafted_blocks: bool = _since("0.10.0", "0.25.0")
+    #: one of several cache groups gets blocks for loaded tokens before the next one's prefix hit
+    #: is held.
+    allocates_before_holding: bool = _since("0.18.0", "0.24.0")
     #: of a model with recurrent state the group with the longest prefix hit decides for all.
     takes_longest_hit: bool = _since("0.24.0", "0.27.0")
     #: the blocks of a request that ends while a step is under way are freed behind that step.

@@ -205,6 +205,7 @@ prom_metrics_observe = _at(_metrics, "observe", "transfer_stats_data", "engine_i
 
 _CORE = Place("vllm.v1.core.sched.scheduler", "Scheduler")
 _MANAGER = Place("vllm.v1.core.kv_cache_manager", "KVCacheManager")
+_COORDINATORS = "vllm.v1.core.kv_cache_coordinator"
 
 #: Where vLLM's scheduler takes a request.
 add_request = _at(_CORE, "add_request", "request")
@@ -227,9 +228,15 @@ update_requests_with_invalid_blocks = _at(
     *(_CORE, "_update_requests_with_invalid_blocks", "requests", "invalid_block_ids"),
     *(_if("counts_tokens_of_failed", "num_scheduled_tokens"), "evict_blocks"),
 )
+#: Where a new request gets its prefix hit, and blocks for what it loads; from 0.14.
+allocate_new_computed_blocks = _at(
+    *(Place(_COORDINATORS, "KVCacheCoordinator"), "allocate_new_computed_blocks"),
+    *("request_id", "new_computed_blocks"),
+    *("num_local_computed_tokens", "num_external_computed_tokens"),
+)
 #: Where vLLM's scheduler looks each cache group up in its prefix cache, alone (0.24 to 0.26).
 longest_hit_of_each_group = _at(
-    Place("vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator"),
+    Place(_COORDINATORS, "HybridKVCacheCoordinator"),
     *("find_longest_cache_hit_per_group", "block_hashes", "max_cache_hit_length"),
 )
 #: Where a request that is over lets go of blocks in front of its window, before P names the rest.

@@ -20,8 +20,10 @@ How:
     longest), and one with sliding windows nothing that P may have let go of. Stock lets go of a
     block too many on both sides where the first key that the prompt's last token looks at ends it:
     it counts on the token behind, and D computes the last one again. P keeps it (from 0.21), and D
-    loads one token less, for which vLLM has that block. A request with
-    an answer that another one has loaded already loads nothing: the prefix cache has the prompt.
+    loads one token less, for which vLLM has that block. 0.18 to 0.23 it gives a cache group's loads
+    blocks of a later group's prefix hit (vLLM #33775): D holds the hits of all groups first.
+    A request with an answer that another one has loaded already loads nothing: the prefix cache has
+    the prompt.
     A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
     alone tell it what to load, and a load of it that fails a check stays one that failed.
 Upstream:
@@ -119,6 +121,35 @@ def _longest_hit_of_each_group(
     return blocks, (tokens,) * len(blocks)
 
 
+def _hold_all_hits(
+    wrapped: Wrapped,
+    instance: Any,
+    request_id: str,
+    new_computed_blocks: tuple[Any, ...],
+    num_local_computed_tokens: int,
+    num_external_computed_tokens: int,
+) -> Any:
+    """Holds the prefix hits of all cache groups while the groups get blocks for loaded tokens.
+
+    A group holds its own hit alone before it takes blocks, the next to be evicted: these may be a
+    later group's hit. There are enough others: the release counts what is free of all hits in what
+    it needs. Blocks in front of a group's window it neither counts nor holds.
+    """
+    counts = (num_local_computed_tokens, num_external_computed_tokens)
+    groups = instance.single_type_managers
+    if len(groups) == 1 or not num_external_computed_tokens:
+        return wrapped(request_id, new_computed_blocks, *counts)
+    held: list[Any] = []
+    for group, hit in zip(groups, new_computed_blocks, strict=False):
+        unseen = max(0, group.get_num_skipped_tokens(sum(counts)) // group.block_size)
+        held += (block for block in hit[unseen:] if not block.ref_cnt and not block.is_null)
+    instance.block_pool.touch(held)
+    try:
+        return wrapped(request_id, new_computed_blocks, *counts)
+    finally:
+        instance.block_pool.free_blocks(held)
+
+
 def _keep_first_key(
     names: tuple[str, ...],
     wrapped: Wrapped,
@@ -147,6 +178,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     }
     if facts.window_end and "remote_num_tokens" in facts.answer:
         found[seams.remove_skipped_blocks(facts)] = partial(_keep_first_key, facts.window_end)
+    if facts.allocates_before_holding:
+        found[seams.allocate_new_computed_blocks(facts)] = _hold_all_hits
     if facts.takes_longest_hit:
         found[seams.longest_hit_of_each_group(facts)] = _longest_hit_of_each_group
     return found

@@ -516,6 +516,11 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
     ),
     "throttles_prefills": _takes(_SCHEDULER, "Scheduler.schedule", "throttle_prefills"),
+    "allocates_before_holding": lambda s: (
+        _has_cache_groups(s)
+        and "get_new_blocks("
+        in s.body(_BLOCK_MANAGERS, "SingleTypeKVCacheManager.allocate_new_computed_blocks")
+    ),
     "takes_longest_hit": lambda s: "find_longest_cache_hit_per_group" in s.core("schedule"),
     "frees_blocks_later": _has(_BLOCK_MANAGER, "KVCacheManager.pop_blocks_for_free"),
     "plans_transfers": _plans_transfers,

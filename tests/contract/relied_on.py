@@ -167,6 +167,7 @@ def _names() -> frozenset[str]:
 
 
 _INTERFACE = "vllm.v1.kv_cache_interface"
+_BLOCK_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 
 
 def _named(facts: ReleaseFacts) -> Iterator[Code]:
@@ -201,8 +202,13 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
         found.append((push, "NixlPushConnectorScheduler.build_connector_meta"))
     if not facts.keeps_aborted_blocks:
         blocks = "SingleTypeKVCacheManager.free"
-        found.append(("vllm.v1.core.single_type_kv_cache_manager", blocks))
+        found.append((_BLOCK_MANAGERS, blocks))
         found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_request"))
+    if facts.allocates_before_holding:  # what a group holds, and how
+        names = ("allocate_new_computed_blocks", "get_num_skipped_tokens")
+        found += [(_BLOCK_MANAGERS, f"SingleTypeKVCacheManager.{name}") for name in names]
+        pool = "vllm.v1.core.block_pool"
+        found += [(pool, f"BlockPool.{name}") for name in ("touch", "free_blocks")]
     if facts.loses_failed_groups:
         core = ("_handle_invalid_blocks", "_update_waiting_for_remote_kv")
         found += [("vllm.v1.core.sched.scheduler", f"Scheduler.{name}") for name in core]
