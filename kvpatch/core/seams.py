@@ -228,6 +228,8 @@ update_requests_with_invalid_blocks = _at(
     *(_CORE, "_update_requests_with_invalid_blocks", "requests", "invalid_block_ids"),
     *(_if("counts_tokens_of_failed", "num_scheduled_tokens"), "evict_blocks"),
 )
+#: Where vLLM's scheduler caches the blocks of a load that has come.
+update_waiting_for_remote_kv = _at(_CORE, "_update_waiting_for_remote_kv", "request")
 #: Where a new request gets its prefix hit, and blocks for what it loads; from 0.14.
 allocate_new_computed_blocks = _at(
     *(Place(_COORDINATORS, "KVCacheCoordinator"), "allocate_new_computed_blocks"),

@@ -26,6 +26,7 @@ from kvpatch.load.read_request import (
 from kvpatch.observe.catalogue import PROMPTS, Prompt
 from kvpatch.worker.kv_cache_groups import (
     begins_behind_window,
+    counted_block_tokens,
     counted_group,
     drafted_tokens,
     fills_no_more_blocks,
@@ -240,7 +241,10 @@ def _held_of_longer(
     where its blocks are known to be as large as D's. So may be the slots for the tokens that P
     drafts: as many as D drafts, since a draft model has caches of its own on both sides.
     """
-    peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
+    peers, block_tokens = (
+        scheduler_state(scheduler).equal_peers,
+        counted_block_tokens(scheduler, facts),
+    )
     engine_id = str(params.get("remote_engine_id"))
     named = _counted_blocks(scheduler, params, facts)
     if named is None or not peers.knows(engine_id):
@@ -343,11 +347,23 @@ def _names_more_blocks(
     named = _counted_blocks(scheduler, params, facts)
     if named is None:
         return False
-    drafted, block_tokens = drafted_tokens(scheduler.vllm_config), int(scheduler.block_size)
+    drafted, block_tokens = (
+        drafted_tokens(scheduler.vllm_config),
+        counted_block_tokens(scheduler, facts),
+    )
     slots, alone = held + drafted, window_alone(scheduler)
     if alone is not None and alone[1]:  # the end of its list alone
         slots = min(slots, alone[1] + block_tokens + drafted)
     return len(named) > -(-slots // block_tokens)
+
+
+def fills_in_part(scheduler: Any, request: Any) -> bool:
+    """True if P's blocks are smaller: the first of a window may begin inside one of D's."""
+    params, facts = request.kv_transfer_params or {}, scheduler_state(scheduler).facts
+    if not params.get("remote_block_ids"):
+        return False
+    held = stated_tokens(params) or prefilled_tokens(scheduler, request, facts)
+    return _names_more_blocks(scheduler, params, held, facts)
 
 
 # --- context parallelism, which no handshake states <= 0.28 ------------------------------

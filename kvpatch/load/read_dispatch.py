@@ -98,6 +98,27 @@ class Blocks(NamedTuple):
         """Returns the tokens of one of the blocks that ids count."""
         return self.kernel_tokens * self.parts
 
+    def of_group(self, tokens: int, stated: int) -> Blocks:
+        """Returns the blocks of a cache group of this side.
+
+        Groups of unlike heads have blocks of unlike tokens, of which a side states one.
+
+        Args:
+            tokens: of a block of the group of ours.
+            stated: of the block that we state.
+
+        Raises:
+            ReadRefused: there is no such block.
+        """
+        kernel_tokens, rest = divmod(self.kernel_tokens * tokens, stated)
+        if rest:
+            raise ReadRefused(
+                f"the peer's blocks would have {self.kernel_tokens * tokens / stated} tokens in a "
+                f"cache group of which ours have {tokens}",
+                _ONE_BLOCK_SIZE,
+            )
+        return Blocks(kernel_tokens, self.parts)
+
 
 class NamedBlocks:
     """The blocks that one request names, which the release is about to pair.
@@ -372,10 +393,14 @@ class NamedBlocks:
             return
         has_state = any(one.has_state for one in groups)
         is_cached = bool(self._worker.vllm_config.cache_config.enable_prefix_caching)
-        kept = list(remote)
+        kept, of_ours, of_theirs = list(remote), ours, theirs
+        plan = self._worker.kv_cache_config if self._facts.has_cache_groups else None
         for number, group in enumerate(groups):
             if group.has_state or not local[number]:
                 continue
+            if plan is not None:
+                sizes = tokens_of_group(plan, self._facts, number), of_ours.tokens
+                ours, theirs = of_ours.of_group(*sizes), of_theirs.of_group(*sizes)
             has = self._remote_list(group, remote[number], theirs)
             hit = None if is_cached else 0
             if request is not None and is_cached:
@@ -386,6 +411,8 @@ class NamedBlocks:
             else:
                 tokens = _tokens_of(has, ours, has_state) if request is None else request.tokens
                 wanted = blocks_to_end(local[number], tokens, ours.tokens)
+            if request is not None and wanted.first_token < has.first_token:
+                has = _with_let_go(group, remote[number], has, request.tokens)
             found = remote_slice(wanted, has, from_front=ours.parts != theirs.parts and has_state)
             if found is None:
                 raise ReadRefused(
@@ -405,6 +432,18 @@ class NamedBlocks:
             raise _no_count()
         held = -(-self._request.remote_tokens // theirs.tokens)
         return window_end(named, theirs.tokens, 1, held)
+
+
+def _with_let_go(group: Group, named: Sequence[int], has: BlockList, tokens: int) -> BlockList:
+    """Returns P's list with the null blocks for what slid out of a window, if D needs none of it.
+
+    The release pairs them with slots of D's first block that nobody looks at.
+    """
+    first = has.first_token - (len(named) - has.block_ids.size) * has.block_tokens
+    is_unseen = has.first_token <= max(0, tokens - (group.window_tokens or 0) + 1)
+    if not group.window_tokens or not is_unseen:
+        return has
+    return BlockList(kernel_blocks(named, 1), has.block_tokens, first)
 
 
 def remote_slice(

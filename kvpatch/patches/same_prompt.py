@@ -22,6 +22,7 @@ How:
     it counts on the token behind, and D computes the last one again. P keeps it (from 0.21), and D
     loads one token less, for which vLLM has that block. 0.18 to 0.23 it gives a cache group's loads
     blocks of a later group's prefix hit (vLLM #33775): D holds the hits of all groups first.
+    Where P's smaller blocks fill D's first one of a window in part, D caches it for nobody.
     A request with an answer that another one has loaded already loads nothing: the prefix cache has
     the prompt.
     A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
@@ -49,12 +50,18 @@ from typing import Any
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapped, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.load.common_prompt import PromptLoads, fills_in_part
 from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
 from kvpatch.load.read_request import held_tokens
 from kvpatch.worker.envelope import answer
-from kvpatch.worker.kv_cache_groups import has_plain_windows
-from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
+from kvpatch.worker.kv_cache_groups import first_in_windows, has_plain_windows
+from kvpatch.worker.state import (
+    connector_scheduler,
+    held_by,
+    is_push,
+    scheduler_state,
+    schedulers_of,
+)
 from kvpatch.worker.unpatched_workers import is_applied
 
 
@@ -150,6 +157,25 @@ def _hold_all_hits(
         instance.block_pool.free_blocks(held)
 
 
+def _cache_whole_blocks(wrapped: Wrapped, instance: Any, request: Any) -> Any:
+    """Takes the first block of a window out of D's prefix cache, if P's smaller ones fill a part.
+
+    P has let go of the tokens in front. Nothing of this request looks at them, but a later one
+    might, whose prefix hit ends earlier.
+    """
+    firsts = [
+        (group.block_pool, block.block_id)
+        for group, block in first_in_windows(instance.kv_cache_manager, request.request_id)
+        if block.block_hash is None  # else D's own
+    ]
+    found = wrapped(request)
+    planning = [one for one in schedulers_of(instance) if held_by(one, PromptLoads)]
+    if firsts and any(fills_in_part(one, request) for one in planning):
+        for pool, block in firsts:
+            pool.evict_blocks({block})
+    return found
+
+
 def _keep_first_key(
     names: tuple[str, ...],
     wrapped: Wrapped,
@@ -178,6 +204,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     }
     if facts.window_end and "remote_num_tokens" in facts.answer:
         found[seams.remove_skipped_blocks(facts)] = partial(_keep_first_key, facts.window_end)
+    if facts.has_cache_groups:
+        found[seams.update_waiting_for_remote_kv(facts)] = _cache_whole_blocks
     if facts.allocates_before_holding:
         found[seams.allocate_new_computed_blocks(facts)] = _hold_all_hits
     if facts.takes_longest_hit:

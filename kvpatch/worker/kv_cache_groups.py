@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedCaches
@@ -97,6 +98,17 @@ def counted_group(scheduler: Any, facts: ReleaseFacts) -> int | None:
     return next(whole, None if alone is None else alone[0])
 
 
+def counted_block_tokens(scheduler: Any, facts: ReleaseFacts) -> int:
+    """The tokens of a block of the group that `counted_group` names.
+
+    Groups of unlike heads have blocks of unlike tokens, and the scheduler states the fewest.
+    """
+    number = counted_group(scheduler, facts)
+    if number is None or not facts.has_cache_groups:
+        return int(scheduler.block_size)
+    return int(_first_specs(scheduler)[number].block_size)
+
+
 def window_alone(scheduler: Any) -> tuple[int, int] | None:
     """(group, its window in tokens) as a scheduler has them, where no group looks at all tokens.
 
@@ -171,6 +183,14 @@ def still_has(
             if cuts_finer and held_tokens >= window:
                 return False
     return True
+
+
+def first_in_windows(manager: Any, request_id: str) -> Iterator[tuple[Any, Any]]:
+    """Yields (manager of a group with windows, its first block of a request) of a block manager."""
+    groups = manager.kv_cache_config.kv_cache_groups
+    for group, one in zip(groups, manager.coordinator.single_type_managers, strict=False):
+        held = one.req_to_blocks.get(request_id, ()) if _window_tokens(group.kv_cache_spec) else ()
+        yield from ((one, block) for block in islice((b for b in held if not b.is_null), 1))
 
 
 def has_plain_windows(plan: Any) -> bool:

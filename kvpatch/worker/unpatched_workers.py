@@ -15,7 +15,7 @@ from typing import Any
 from kvpatch.core.errors import PatchRefused
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.worker.kv_cache_groups import counted_group
+from kvpatch.worker.kv_cache_groups import counted_block_tokens, counted_group
 
 CURE = (
     "set ENABLE_KVPATCH and the KVPATCH_* variables alike for every process of the engine (the "
@@ -107,9 +107,6 @@ def is_guarded(
     number = counted_group(scheduler, facts)
     if number is None or number >= len(remote_blocks):
         return True
-    tokens = int(scheduler.block_size)
-    if facts.has_cache_groups:
-        spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
-        tokens = int(getattr(spec, "block_size", tokens))  # of several kinds has none
+    tokens = counted_block_tokens(scheduler, facts)
     own = remote_tokens // tokens if facts.loads_whole_blocks_only else -(-remote_tokens // tokens)
     return not equal_peers.learn(engine_id, len(remote_blocks[number]), own)
