@@ -96,6 +96,7 @@ class SimulatedEngine(CoreScheduler):
         with set_current_vllm_config(config):
             super().__init__(config, plan, spec, seed)
         self.name = name
+        self.peer_cuts_finer = False
         specs = [group.kv_cache_spec for group in plan.kv_cache_groups]
         self._windows = [getattr(one, "sliding_window", None) or 0 for one in specs]
         self._are_states = [type(one).__name__ == "MambaSpec" for one in specs]
@@ -182,8 +183,9 @@ class SimulatedEngine(CoreScheduler):
             table, window = tracked.tables[number], self._windows[number]
             for token in self._seen(number, tokens.start):
                 block, slot = self._place(table, size, number, token)
-                # docs/reference/limits.md: 0.20, the last token looks at one that P lets go of.
-                is_left = window and "remote_num_tokens" not in self.facts.answer
+                # docs/explanation/same_prompt.md: the last token looks at one that P lets go of.
+                is_kept = "remote_num_tokens" in self.facts.answer and not self.peer_cuts_finer
+                is_left = window and not is_kept
                 if is_left and token == prompt - window == tokens.start - window + 1:
                     continue
                 found = self._marks.get((block, slot)) if block else None
@@ -270,6 +272,7 @@ class Traffic:
         self._play, both = play, play.has_turns
         self.prefill = SimulatedEngine("P", play.prefill, seed, reads_back=both)
         self.decode = SimulatedEngine("D", play.decode, seed + 1, reads_back=both)
+        self.decode.peer_cuts_finer = play.prefill.block_tokens < play.decode.block_tokens
         self._is_open = True
         self._asked = 0
         self._prompts: list[list[int]] = []

@@ -40,10 +40,16 @@ PLAYS = {
     "larger blocks at D": Play(_SPEC, _ahead(_LARGER)),
     "windows": Play(_WINDOWS, _ahead(_WINDOWS), fails=True),
     "unlike windows": Play(replace(_WINDOWS, block_tokens=32), _WINDOWS),
+    "windows, larger blocks at D": Play(_WINDOWS, replace(_WINDOWS, block_tokens=32)),
     "states": Play(_STATES, _STATES, fails=True),
     "recomputed": Play(_SPEC, replace(_FEW, load_failure_policy="recompute"), fails=True),
     "turns": Play(_SPEC, _ahead(replace(_SPEC, planned_blocks=40)), fails=True, has_turns=True),
     "turns of windows": Play(_WINDOWS, _WINDOWS, has_turns=True),
+    "turns of windows, larger blocks at D": Play(
+        replace(_WINDOWS, window_tokens=(0, 64)),
+        replace(_WINDOWS, window_tokens=(0, 64), block_tokens=32),
+        has_turns=True,
+    ),
     "turns of states": Play(_STATES, _STATES, fails=True, has_turns=True),
     "kept states": Play(_KEPT_STATES, _ahead(_KEPT_STATES)),
     "kept states that fail": Play(_KEPT_STATES, _KEPT_STATES, fails=True),
@@ -73,7 +79,7 @@ def test_attention(lab: Lab, name: str) -> None:
 
 
 @pytest.mark.on(since="0.20")  # else: P lets go of more of a window, and D's worker refuses it
-@pytest.mark.parametrize("name", ["windows", "unlike windows"])
+@pytest.mark.parametrize("name", ["windows", "unlike windows", "windows, larger blocks at D"])
 def test_windows(lab: Lab, name: str) -> None:
     _play(lab, name)
 
@@ -95,7 +101,9 @@ def test_states_in_prefix_caches(lab: Lab, name: str) -> None:
 
 
 @pytest.mark.on(reads_back=True)
-@pytest.mark.parametrize("name", ["turns", "turns of windows", "turns of states"])
+@pytest.mark.parametrize(
+    "name", ["turns", "turns of windows", "turns of windows, larger blocks at D", "turns of states"]
+)
 def test_turns(lab: Lab, name: str) -> None:
     _play(lab, name)
 

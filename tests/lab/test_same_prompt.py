@@ -249,6 +249,24 @@ def test_the_first_key_of_a_window(
             assert served.computed == 1, "the rest is loaded"
 
 
+@pytest.mark.on(has_cache_groups=True)
+@pytest.mark.parametrize("windows", [(0, 40), (40,)])
+def test_a_shorter_prompt_looks_in_front_of_the_loaded_window(
+    stage: Stage, windows: tuple[int, ...]
+) -> None:
+    """P's smaller blocks fill D's first one of the window in part: no other prompt may hit it."""
+    spec = replace(SPEC, patched=True, layers=4, window_tokens=windows)
+    pair = _pair(stage, spec, replace(spec, block_tokens=4 * _BLOCK, planned_blocks=200))
+    ask = pair.prefilled(stage.prompt(148))
+    assert pair.decoded(ask.prompt, ask.answer).status == _FINISHED
+    shorter = pair.like(ask.prompt, 2 * 4 * _BLOCK + 1)
+
+    assert pair.decoded(shorter, "").status == _FINISHED
+
+    wrong, total = pair.decode.wrong(shorter)
+    assert (wrong, total > 0) == (0, True)
+
+
 def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
     """A proxy whose fields are typed sends an empty text for what P did not send."""
     pair = beside_stock

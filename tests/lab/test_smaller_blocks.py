@@ -88,3 +88,29 @@ def test_a_last_block_of_latents(lab: Lab, prompt_tokens: int) -> None:
         report.must_be("refused", "a prompt's last block")
     else:
         report.must_be("identical")
+
+
+_WINDOWS = EngineSpec(
+    layers=4, planned_blocks=100, dtype="float32", sharing_layers=2, own_scheduler=True
+)
+_MODELS = {
+    "one shape": replace(_WINDOWS, window_tokens=(0, 64)),
+    "wide windows": replace(
+        _WINDOWS, window_tokens=(0, 64), kv_heads=4, head_dim=16, window_shape=(8, 16)
+    ),
+    "wide full attention": replace(
+        _WINDOWS, window_tokens=(64, 0), kv_heads=2, head_dim=16, full_shape=(2, 32)
+    ),
+}
+
+
+@_READS_HEADS
+@pytest.mark.parametrize("model", _MODELS)
+@pytest.mark.parametrize("prompt_tokens", [129, 144])
+def test_windows_of_unlike_shapes(lab: Lab, model: str, prompt_tokens: int) -> None:
+    """Their groups have blocks of unlike tokens; P's list of 144 begins with a null block."""
+    prefill, decode = (replace(_MODELS[model], block_tokens=tokens) for tokens in (16, 32))
+    case = Case(f"{model}, {prompt_tokens} tokens", prefill, decode, prompt_tokens)
+
+    lab.run(case).must_be("identical")
+    lab.on_d(case).must_be("identical")
