@@ -31,6 +31,7 @@ from kvpatch.worker.kv_cache_groups import (
     drafted_tokens,
     fills_no_more_blocks,
     has_state,
+    has_windows,
     is_of_whole_prompt,
     still_has,
     window_alone,
@@ -360,7 +361,7 @@ def _names_more_blocks(
 def fills_in_part(scheduler: Any, request: Any) -> bool:
     """True if P's blocks are smaller: the first of a window may begin inside one of D's."""
     params, facts = request.kv_transfer_params or {}, scheduler_state(scheduler).facts
-    if not params.get("remote_block_ids"):
+    if not params.get("remote_block_ids") or not has_windows(scheduler.kv_cache_config):
         return False
     held = stated_tokens(params) or prefilled_tokens(scheduler, request, facts)
     return _names_more_blocks(scheduler, params, held, facts)

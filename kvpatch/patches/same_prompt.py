@@ -163,16 +163,17 @@ def _cache_whole_blocks(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     P has let go of the tokens in front. Nothing of this request looks at them, but a later one
     might, whose prefix hit ends earlier.
     """
+    planning = [one for one in schedulers_of(instance) if held_by(one, PromptLoads)]
+    if not any(fills_in_part(one, request) for one in planning):
+        return wrapped(request)
     firsts = [
         (group.block_pool, block.block_id)
         for group, block in first_in_windows(instance.kv_cache_manager, request.request_id)
         if block.block_hash is None  # else D's own
     ]
     found = wrapped(request)
-    planning = [one for one in schedulers_of(instance) if held_by(one, PromptLoads)]
-    if firsts and any(fills_in_part(one, request) for one in planning):
-        for pool, block in firsts:
-            pool.evict_blocks({block})
+    for pool, block in firsts:
+        pool.evict_blocks({block})
     return found
 
 

@@ -185,6 +185,11 @@ def still_has(
     return True
 
 
+def has_windows(plan: Any) -> bool:
+    """True if some layers of a plan look at a window of a prompt."""
+    return any(_window_tokens(group.kv_cache_spec) for group in plan.kv_cache_groups)
+
+
 def first_in_windows(manager: Any, request_id: str) -> Iterator[tuple[Any, Any]]:
     """Yields (manager of a group with windows, its first block of a request) of a block manager."""
     groups = manager.kv_cache_config.kv_cache_groups
