@@ -74,18 +74,20 @@ class StatedPrompt:
         return self._common(self.chain, tokens, request)
 
     def lacks_images(self, request: Any) -> bool:
-        """True if a request has not got the images of this prompt: D cannot compute it.
+        """True if a request has not got images of what it has in common: D cannot compute it.
 
-        In place of images it may have embeddings, which a router made up.
+        In place of images it may have embeddings, which a router made up. One with none at all
+        lacks none where the last token in common is in front of P's first image.
         """
-        images = getattr(request, "mm_features", None)  # from 0.11.0 on
+        images = getattr(request, "mm_features", None)  # from 0.10.2 on
         tokens = _prompt(request)
         if images is None or tokens is None or not self.token_chain:
             return False
         if not all(image.data and not _EMBEDDINGS.isdisjoint(image.data) for image in images):
             return False
         if not images:
-            return True
+            by_tokens = self._common(self.token_chain, tokens)
+            return not self.chain or by_tokens > self._common(self.chain, tokens, request)
         places = self._places(tokens)
         return not places or self._common(self.chain, tokens, request) != places[-1]
 
@@ -106,8 +108,15 @@ class StatedPrompt:
 
 
 def names_images(scheduler: Any) -> bool:
-    """True if vLLM names images by their content; without a prefix cache it may number them."""
-    return bool(scheduler.vllm_config.cache_config.enable_prefix_caching)
+    """True if vLLM names images by their content.
+
+    It numbers them where prefix cache and processor cache (``mm_processor_cache_gb``) are both off.
+    """
+    config = scheduler.vllm_config
+    if config.cache_config.enable_prefix_caching:
+        return True
+    of_images = getattr(getattr(config, "model_config", None), "multimodal_config", None)
+    return bool(getattr(of_images, "mm_processor_cache_gb", 0))
 
 
 def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedPrompt:
@@ -172,7 +181,7 @@ def _places(tokens: int, prompt_tokens: int) -> list[int]:
 
 def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
     """True if all that a request holds beside its tokens has a name of its content."""
-    images = getattr(request, "mm_features", None)  # from 0.11.0 on
+    images = getattr(request, "mm_features", None)  # from 0.10.2 on
     if images is None:
         return not getattr(request, "mm_hashes", None) and not request.has_encoder_inputs
     return not images or (names_images and all(map(_has_name, images)))

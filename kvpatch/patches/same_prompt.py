@@ -35,8 +35,8 @@ Limits:
     either, and a prompt of D's that is longer by less than a block is not told from P's. <= 0.22 D
     computes a prompt of which it would load a part, unless the rest fits into the loaded blocks
     (<= 0.17 it never does): vLLM keeps no blocks back for the rest. Prompts of embeddings have no
-    hashes, nor have images where prefix caching is off. In push mode a prompt that P
-    states otherwise is computed whole.
+    hashes, nor have images where vLLM numbers them: prefix caching is off, and
+    ``mm_processor_cache_gb`` is 0. In push mode a prompt that P states otherwise is computed whole.
 Remove when:
     The connector compares the prompts of both sides.
 """

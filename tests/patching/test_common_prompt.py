@@ -15,6 +15,7 @@ from kvpatch.load.prompt_hashes import FIELD, state_prompt
 from kvpatch.load.read_request import HOLD, PlannedLoads
 from kvpatch.worker.state import scheduler_state
 
+from .test_prompt_hashes import _image
 from .test_prompt_hashes import _request as _prefilled
 
 
@@ -75,18 +76,23 @@ def test_the_second_waits_where_it_will_find_the_prompt(
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_a_second_one_without_images_loads_too(caches: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize("common", [40, 16])
+def test_a_second_one_without_images_loads_too(common: int, caches: bool) -> None:  # noqa: FBT001
     """Stock reads for each of several answers (``n``).
 
-    It cannot compute the prompt, nor the end of one whose other blocks D's prefix cache has.
+    It cannot compute the prompt, nor the end of one whose other blocks D's prefix cache has. It can
+    where it has in common with P what is in front of P's image.
     """
     loads, scheduler = PromptLoads(), _scheduler(caches=caches)
     first, second = _Request(0), _Request(1)
+    tokens = list(range(40))
+    stated = state_prompt(_prefilled(tokens, images=(_image(20, "cat"),)), 40, names_images=True)
     for request in (first, second):
-        request.kv_transfer_params[FIELD] = "1/2/2/AAAAAAAA/AAAAAAAA"
-        vars(request).update(prompt_token_ids=[1, 2])
+        request.kv_transfer_params[FIELD] = str(stated)
+        vars(request).update(prompt_token_ids=[*tokens[:common], *range(100, 140)])
     assert not loads.is_again(scheduler, first)
-    assert not loads.is_again(scheduler, second)
+    assert loads.is_again(scheduler, second) == (common == 16)
+    assert loads.must_wait(second) == (common == 16 and caches)
 
 
 def test_a_retry_loads_what_the_first_could_not() -> None:

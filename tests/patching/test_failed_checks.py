@@ -104,7 +104,7 @@ def test_who_lacks_ps_images_is_not_computed() -> None:
     """It stays a load that failed: what D computes of placeholders is another prompt's."""
     scheduler, found = core(a=WAITING), output({10, 11, "a"})
     request = scheduler.requests["a"]
-    request.kv_transfer_params = {FIELD: "1/2/2/AAAAAAAA/AAAAAAAA"}
+    request.kv_transfer_params = {FIELD: "1/2/2//AAAAAAAA"}  # P numbers them
     request.prompt_token_ids, request.mm_features = [1, 2], []
     stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {10, 11}

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.load.prompt_hashes import FIELD, StatedPrompt, lacks_images, read_prompt, state_prompt
+from kvpatch.load.prompt_hashes import (
+    FIELD,
+    StatedPrompt,
+    lacks_images,
+    names_images,
+    read_prompt,
+    state_prompt,
+)
 
 _LONG = 32_000
 _LONGEST_TEXT = 700
@@ -142,8 +149,64 @@ def test_who_has_images_or_needs_none_lacks_none() -> None:
     assert not lacks_images(SimpleNamespace(kv_transfer_params=None))
 
 
+@pytest.mark.parametrize(
+    ("own", "adapter", "is_named", "lacks"),
+    [
+        (48, "", True, True),  # up to a hash behind the image, which begins at 40
+        (47, "", True, False),
+        (40, "", True, False),
+        (0, "", True, False),
+        (40, "chosen by the image", True, True),
+        (40, "", False, True),
+        (0, "", False, True),
+    ],
+)
+def test_a_history_without_its_image_lacks_none(
+    own: int,
+    adapter: str,
+    is_named: bool,  # noqa: FBT001
+    lacks: bool,  # noqa: FBT001
+) -> None:
+    """D can compute what begins like P's prompt in front of P's image alone."""
+    tokens = list(range(100))
+    at_p = _request(tokens, adapter=adapter, images=(_image(40, "cat"),))
+    stated = state_prompt(at_p, 100, names_images=is_named)
+    request = _request([*tokens[:own], *range(200, 260)])
+    request.kv_transfer_params = {FIELD: str(stated)}
+    assert lacks_images(request) is lacks
+    assert stated.common_tokens(request, names_images=True) == own // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("has_prefix_cache", "models", "is_named"),
+    [
+        (True, {"multimodal_config": {"mm_processor_cache_gb": 0}}, True),
+        (False, {"multimodal_config": {"mm_processor_cache_gb": 4}}, True),
+        (False, {"multimodal_config": {"mm_processor_cache_gb": 0.5}}, True),
+        (False, {"multimodal_config": {"mm_processor_cache_gb": 0}}, False),
+        (False, {"multimodal_config": {}}, False),
+        (False, {"multimodal_config": None}, False),
+        (False, {}, False),
+        (True, {}, True),
+    ],
+)
+def test_images_are_numbered_where_both_caches_are_off(
+    has_prefix_cache: bool,  # noqa: FBT001
+    models: dict[str, Any],
+    is_named: bool,  # noqa: FBT001
+) -> None:
+    of_images = models.get("multimodal_config")
+    if of_images is not None:
+        models = {"multimodal_config": SimpleNamespace(**of_images)}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=has_prefix_cache),
+        model_config=SimpleNamespace(**models),
+    )
+    assert names_images(SimpleNamespace(vllm_config=config)) is is_named
+
+
 def test_a_p_that_names_no_images_is_compared_by_its_tokens() -> None:
-    """Without a prefix cache: by a D that has no images; one that has them loads as stock does."""
+    """Where vLLM numbers them: by a D that has no images; one that has them loads as stock does."""
     tokens, image = list(range(100)), _image(40, "1")
     stated = state_prompt(_request(tokens, images=(image,)), 100, names_images=False)
     assert stated.common_tokens(_request([*tokens[:50], 7]), names_images=True) == 48
