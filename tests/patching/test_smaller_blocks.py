@@ -163,7 +163,7 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told(
     own, booked = worker.nixl_wrapper.__wrapped__, worker.transfer_topo.get_engine_info("P")
     worker.block_size, worker._physical_blocks_per_logical_kv_block = ours
     booked.remote_block_size, booked.remote_physical_blocks_per_logical = theirs
-    spec = SimpleNamespace(kv_cache_specs=None)
+    spec = SimpleNamespace(kv_cache_specs=None, block_size=ours.tokens)
     worker.kv_cache_config = SimpleNamespace(
         transfer_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
     )
