@@ -242,10 +242,8 @@ def _held_of_longer(
     where its blocks are known to be as large as D's. So may be the slots for the tokens that P
     drafts: as many as D drafts, since a draft model has caches of its own on both sides.
     """
-    peers, block_tokens = (
-        scheduler_state(scheduler).equal_peers,
-        counted_block_tokens(scheduler, facts),
-    )
+    peers = scheduler_state(scheduler).equal_peers
+    block_tokens = counted_block_tokens(scheduler, facts)
     engine_id = str(params.get("remote_engine_id"))
     named = _counted_blocks(scheduler, params, facts)
     if named is None or not peers.knows(engine_id):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedCaches
@@ -194,8 +193,12 @@ def first_in_windows(manager: Any, request_id: str) -> Iterator[tuple[Any, Any]]
     """Yields (manager of a group with windows, its first block of a request) of a block manager."""
     groups = manager.kv_cache_config.kv_cache_groups
     for group, one in zip(groups, manager.coordinator.single_type_managers, strict=False):
-        held = one.req_to_blocks.get(request_id, ()) if _window_tokens(group.kv_cache_spec) else ()
-        yield from ((one, block) for block in islice((b for b in held if not b.is_null), 1))
+        if not _window_tokens(group.kv_cache_spec):
+            continue
+        held = one.req_to_blocks.get(request_id, ())
+        first = next((block for block in held if not block.is_null), None)
+        if first is not None:
+            yield one, first
 
 
 def has_plain_windows(plan: Any) -> bool:

@@ -242,6 +242,14 @@ class _Nixl:
         scheduler_state(self.connector_scheduler).facts = _FORM
 
 
+@pytest.fixture
+def nixls_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts it in the release's place."""
+    monkeypatch.setitem(
+        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
+    )
+
+
 #: As Mooncake's proxy sends them to D.
 _MOONCAKES = {
     "do_remote_prefill": True,
@@ -252,14 +260,12 @@ _MOONCAKES = {
 }
 
 
+@pytest.mark.usefixtures("nixls_connector")
 @pytest.mark.parametrize("is_first", [False, True])
 def test_parameters_of_a_connector_that_stands_before_nixls_stay(
-    monkeypatch: pytest.MonkeyPatch, is_first: bool
+    is_first: bool,
 ) -> None:
     """MultiConnector asks in order; where NIXL's is first, stock too would load by it."""
-    monkeypatch.setitem(
-        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
-    )
     nixl, mooncake = _Nixl(), SimpleNamespace()
     connectors = [nixl, mooncake] if is_first else [mooncake, nixl]
     core = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors), max_model_len=1024)
@@ -271,14 +277,12 @@ def test_parameters_of_a_connector_that_stands_before_nixls_stay(
     assert request.kv_transfer_params == (None if is_first else _MOONCAKES)
 
 
+@pytest.mark.usefixtures("nixls_connector")
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_request_by_which_the_server_tells_p_is_not_refused_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_told: bool
+    caplog: pytest.LogCaptureFixture, is_told: bool
 ) -> None:
     """From 0.21 on the server sends one with the same parameters behind its answer of 400."""
-    monkeypatch.setitem(
-        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
-    )
     core = SimpleNamespace(connector=_Nixl(), max_model_len=1024)
     engine_state(core).facts = _FORM
     request = SimpleNamespace(request_id="r", kv_transfer_params={**_OWN, "tp_size": 0})
@@ -290,13 +294,11 @@ def test_a_request_by_which_the_server_tells_p_is_not_refused_again(
     assert ("is taken without its parameters" in caplog.text) is not is_told
 
 
+@pytest.mark.usefixtures("nixls_connector")
 @pytest.mark.parametrize("is_told", [False, True])
 def test_p_is_told_of_a_refused_prompt_that_is_longer_than_any_of_ours(
-    monkeypatch: pytest.MonkeyPatch, is_told: bool
+    is_told: bool,
 ) -> None:
-    monkeypatch.setitem(
-        sys.modules, _FORM.connector.module, SimpleNamespace(**{_FORM.connector.owner: _Nixl})
-    )
     core = SimpleNamespace(connector=_Nixl(), max_model_len=256)
     engine_state(core).facts = _FORM
     params = {**_OWN, "remote_block_ids": [list(range(1, 376))]}

@@ -24,6 +24,7 @@ from kvpatch.geometry.state_shares import Rank
 from kvpatch.tools.verify.compare import NULL_BLOCK, STATE, digest_heads
 from kvpatch.transfer.plane_bytes import plane_view
 from kvpatch.worker.kv_cache_groups import spec_of
+from kvpatch.worker.local_geometry import total_of
 from kvpatch.worker.recurrent_state import StateDivision, state_division
 from kvpatch.worker.registered_caches import tensor_facts
 
@@ -441,11 +442,9 @@ def first_head_of(worker: Any, heads: int) -> int:
     config = worker.vllm_config
     if config.model_config.use_mla:
         return 0
-    ranks = config.parallel_config.tensor_parallel_size
-    rank = int(worker.rank % ranks)
-    if heads > 1:
-        return rank * heads
-    return int(rank * min(config.model_config.get_total_num_kv_heads(), ranks) // ranks)
+    ranks = int(config.parallel_config.tensor_parallel_size)
+    rank, models = int(worker.rank % ranks), int(config.model_config.get_total_num_kv_heads())
+    return rank * total_of(heads, ranks, models, frozenset()) // ranks
 
 
 def _ask_for_tiles() -> None:
