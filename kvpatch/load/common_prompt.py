@@ -313,6 +313,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         return 0  # such lists are paired from their ends
     if tokens == end or facts.reserves_for_loads:
         return tokens
+    if request.kv_transfer_params.get("do_remote_decode"):
+        return tokens  # a turn that is read back: the release itself loads no more than its start
     # For the blocks of what is left a request waits at the head of the queue. These releases keep
     # none back for it: loads behind it may have all, and nothing runs that would give some back.
     slots = request.num_tokens + drafted_tokens(scheduler.vllm_config)
