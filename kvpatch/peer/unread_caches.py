@@ -121,6 +121,40 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
         )
+    _check_heads(local, remote, same_tokens=same_tokens, same_layout=same_layout)
+    if not (same_tokens and same_layout and same_ranks):
+        # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
+        joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
+        _check_contents(local, same_tokens=same_tokens, same_ranks=same_ranks, joins=joins)
+    if local.row_parts is not None and remote.kernel_blocks_per_block != local.row_parts:
+        raise PeerRefused(
+            f"this vLLM cuts its blocks into {remote.kernel_blocks_per_block} parts and ours into "
+            f"{local.row_parts}, and each block is a row of all layers, which moves whole",
+            "use one block size",
+        )
+    if not same_ranks:
+        _check_divisions(local)
+    check_state_sizes(remote, local.sizes_on(remote.tp_size))
+    if local.rows is not None:
+        _check_rows(local, remote, local.rows)
+    elif local.has_heads and remote.tp_size < local.tp_size and RING in local.kinds.values():
+        # D reads the share of a ring that is a rank's of another layer's region (<= 0.33 at least).
+        raise _shared_ring(next(n for n, kind in local.kinds.items() if kind == RING), "fewer")
+    if local.knows_keys and tokens < local.block_tokens and local.misreads_smaller:
+        raise PeerRefused(
+            f"its blocks have {tokens} tokens, ours {local.block_tokens}, this engine's "
+            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
+            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
+            f"{local.misreads_smaller}",
+            "use one --block-size on both sides",
+        )
+
+
+def _check_heads(
+    local: UnreadCache, remote: AgentMetadata, *, same_tokens: bool, same_layout: bool
+) -> None:
+    """Refuses a peer whose ranks' share of a block is no piece that the release would take."""
+    same_ranks = remote.tp_size == local.tp_size
     if local.shares_tokens and not same_ranks:
         raise PeerRefused(
             f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
@@ -152,51 +186,39 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             "or numbers of KV heads, of which this vLLM takes one share",
             ONE_SIZE,
         )
-    if not (same_tokens and same_layout and same_ranks):
-        # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
-        joins = facts.pairs_heads_by_layout and tokens < local.block_tokens
-        for layer, kind in local.kinds.items():
-            if not kind.is_known:
-                raise unknown_kind(layer, kind)
-            contents = f"blocks of layer {layer} hold {kind.contents}"
-            is_whole = kind.holds is Holds.WHOLE
-            if is_whole and not (same_tokens or (kind.joins and joins)):
-                raise PeerRefused(f"{contents}, and move whole", "use one block size")
-            # What has no heads is whole on every rank, and the release reads it so, but some rings.
-            if is_whole and kind.mixes_heads and local.has_heads and not same_ranks:
-                raise PeerRefused(
-                    f"{contents}, and move whole, never a share of their heads", ONE_SIZE
-                )
-    if local.row_parts is not None and remote.kernel_blocks_per_block != local.row_parts:
-        raise PeerRefused(
-            f"this vLLM cuts its blocks into {remote.kernel_blocks_per_block} parts and ours into "
-            f"{local.row_parts}, and each block is a row of all layers, which moves whole",
-            "use one block size",
-        )
-    if not same_ranks:
-        for layer, division in local.divisions.items():
-            if division.reason:
-                raise undivided(layer, division)
-            if division.has_copies:
-                raise PeerRefused(
-                    f"recurrent state of layer {layer} has a part that every rank has whole, and "
-                    "this vLLM takes it for shared out",
-                    ONE_SIZE,
-                )
-    check_state_sizes(remote, local.sizes_on(remote.tp_size))
-    if local.rows is not None:
-        _check_rows(local, remote, local.rows)
-    elif local.has_heads and remote.tp_size < local.tp_size and RING in local.kinds.values():
-        # D reads the share of a ring that is a rank's of another layer's region (<= 0.33 at least).
-        raise _shared_ring(next(n for n, kind in local.kinds.items() if kind == RING), "fewer")
-    if local.knows_keys and tokens < local.block_tokens and local.misreads_smaller:
-        raise PeerRefused(
-            f"its blocks have {tokens} tokens, ours {local.block_tokens}, this engine's "
-            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
-            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
-            f"{local.misreads_smaller}",
-            "use one --block-size on both sides",
-        )
+
+
+def _check_contents(
+    local: UnreadCache, *, same_tokens: bool, same_ranks: bool, joins: bool
+) -> None:
+    """Refuses unlike blocks of which a layer's contents move whole alone.
+
+    Args:
+        joins: True if the release joins smaller blocks to a larger one, of kinds that can be.
+    """
+    for layer, kind in local.kinds.items():
+        if not kind.is_known:
+            raise unknown_kind(layer, kind)
+        contents = f"blocks of layer {layer} hold {kind.contents}"
+        is_whole = kind.holds is Holds.WHOLE
+        if is_whole and not (same_tokens or (kind.joins and joins)):
+            raise PeerRefused(f"{contents}, and move whole", "use one block size")
+        # What has no heads is whole on every rank, and the release reads it so, but some rings.
+        if is_whole and kind.mixes_heads and local.has_heads and not same_ranks:
+            raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
+
+
+def _check_divisions(local: UnreadCache) -> None:
+    """Refuses other ranks where these do not share out a layer's states, or have a part whole."""
+    for layer, division in local.divisions.items():
+        if division.reason:
+            raise undivided(layer, division)
+        if division.has_copies:
+            raise PeerRefused(
+                f"recurrent state of layer {layer} has a part that every rank has whole, and "
+                "this vLLM takes it for shared out",
+                ONE_SIZE,
+            )
 
 
 def _has_unlike_shares(local: UnreadCache, remote: AgentMetadata) -> bool:
