@@ -61,9 +61,9 @@ class Session:
         if self._enabled:
             return
         _set_up(_LOG)
-        # A list that cannot be read is an error now, and not with a request.
+        # What cannot be read is an error now, and not with a request.
         allowed_peers()
-        settings.accepted_factors()
+        settings.check()
         for complaint in settings.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True

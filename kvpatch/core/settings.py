@@ -72,7 +72,7 @@ def _setting(name: str, parse: Callable[[str, str], T]) -> Callable[[], T]:
     """Returns what reads a variable; `parse` gets its name and its text, empty where unset."""
 
     def read() -> T:
-        return parse(name, os.environ.get(name, ""))
+        return parse(name, os.environ.get(name, "").strip())
 
     _PARSERS[name] = parse
     return read
@@ -107,7 +107,7 @@ def _declared(*choices: str) -> Callable[[str, str], str | None]:
 
 def _boolean(name: str, text: str) -> bool:
     """False where a variable is unset or empty."""
-    found = _BOOLEANS.get(text.strip().lower()) if text else False
+    found = _BOOLEANS.get(text.lower()) if text else False
     if found is None:
         raise _settings_error(
             f"{name}={text!r} is neither true, 1, false nor 0", "set one of them, or unset it"
@@ -281,6 +281,16 @@ def to_copy() -> tuple[str, ...]:
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
 
 
+def check() -> None:
+    """Reads every variable, so that a value which cannot be taken ends no engine that serves.
+
+    Raises:
+        SettingsError: one cannot be taken.
+    """
+    for name, parse in _PARSERS.items():
+        parse(name, os.environ.get(name, "").strip())
+
+
 def errors(given: Mapping[str, str] | None = None) -> list[str]:
     """Returns a sentence for every variable whose value kvpatch cannot take.
 
@@ -293,7 +303,7 @@ def errors(given: Mapping[str, str] | None = None) -> list[str]:
     found = []
     for name, parse in _PARSERS.items():
         try:
-            parse(name, variables.get(name, ""))
+            parse(name, variables.get(name, "").strip())
         except SettingsError as error:
             found.append(str(error))
     return found

@@ -17,6 +17,7 @@ from kvpatch.load.read_request import groups
 from kvpatch.load.registration import registration_step
 from kvpatch.peer.other_releases import Address, ask, question_for
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.worker.kv_cache_groups import has_windows
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 
@@ -395,7 +396,8 @@ def _update_requests_with_invalid_blocks(
     *more: Any,
     **named: Any,
 ) -> Any:
-    if len(instance.kv_cache_config.kv_cache_groups) == 1:
+    plan = instance.kv_cache_config
+    if len(plan.kv_cache_groups) == 1 and not has_windows(plan):
         return wrapped(requests, invalid_block_ids, *more, **named)
     failed, tokens, others = whole_requests(instance, requests, invalid_block_ids)
     if others:  # of another connector, that loads in step with the model

@@ -248,8 +248,10 @@ def _held_of_longer(
     named = _counted_blocks(scheduler, params, facts)
     if named is None or not peers.knows(engine_id):
         return PlannedLoad(end, end)
-    blocks = len(named)
-    if blocks * block_tokens >= end:
+    blocks, (_, window) = len(named), window_alone(scheduler) or (0, 0)
+    # Of windows alone P names the end of its list: so many blocks may be of any longer prompt.
+    is_end = window > 0 and blocks > -(-window // block_tokens)
+    if is_end or blocks * block_tokens >= end:
         return PlannedLoad(end, end)
     can_fail = facts.failed_loads != "unknown"  # as it does where such a P is an equal one
     if can_fail and peers.doubt(engine_id, blocks, end, block_tokens):
@@ -313,8 +315,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         return 0  # such lists are paired from their ends
     if tokens == end or facts.reserves_for_loads:
         return tokens
-    if request.kv_transfer_params.get("do_remote_decode"):
-        return tokens  # a turn that is read back: the release itself loads no more than its start
+    if request.kv_transfer_params.get("do_remote_decode") and tokens >= end - 1:
+        return tokens  # a turn of which the release itself loads as much, but for D's last token
     # For the blocks of what is left a request waits at the head of the queue. These releases keep
     # none back for it: loads behind it may have all, and nothing runs that would give some back.
     slots = request.num_tokens + drafted_tokens(scheduler.vllm_config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.core import seams
+from kvpatch.core import seams, settings
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, facts_of
 from kvpatch.patches import SLUGS, load
 
@@ -130,18 +130,33 @@ def test_the_variable_enables(newest, way, value):
     assert "applied" in {p["outcome"] for p in status["patches"]}
 
 
-def test_a_value_that_is_no_yes_and_no_no_is_an_error(newest):
-    script = """
+_AUTO = """
 import json
 try:
     import kvpatch.auto
+    print(json.dumps(["", ""]))
 except Exception as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
-    kind, message = run(newest, script, ENABLE_KVPATCH="yes")
+
+
+def test_a_value_that_is_no_yes_and_no_no_is_an_error(newest):
+    kind, message = run(newest, _AUTO, ENABLE_KVPATCH="yes")
 
     assert kind == "SettingsError"
     assert "ENABLE_KVPATCH='yes'" in message and "true, 1, false nor 0" in message
+
+
+_TAKEN_AS_THEY_ARE = {settings.DISABLE, settings.GENERATION}
+
+
+@pytest.mark.parametrize("name", sorted(set(settings.NAMES) - _TAKEN_AS_THEY_ARE))
+def test_a_value_that_cannot_be_taken_is_an_error_at_once(newest, name):
+    """What is read with a request only would end an engine that serves."""
+    kind, message = run(newest, _AUTO, ENABLE_KVPATCH="true", **{name: "10.0.0.0/no"})
+
+    assert kind == "SettingsError"
+    assert name in message
 
 
 CONSTRUCT = """
