@@ -26,6 +26,7 @@ _SPEC = EngineSpec(planned_blocks=64, step_tokens=48, own_scheduler=True, patche
 _FEW = replace(_SPEC, planned_blocks=14, step_tokens=24)
 _LARGER = replace(_SPEC, block_tokens=32)
 _WINDOWS = replace(_SPEC, planned_blocks=100, window_tokens=(0, 24))
+_WINDOWS_ALONE = replace(_WINDOWS, window_tokens=(24,), step_tokens=24)
 _STATES = replace(_SPEC, planned_blocks=100, has_state=True)
 _KEPT_STATES = replace(_STATES, step_tokens=32, state_mode="align")
 
@@ -41,6 +42,9 @@ PLAYS = {
     "windows": Play(_WINDOWS, _ahead(_WINDOWS), fails=True),
     "unlike windows": Play(replace(_WINDOWS, block_tokens=32), _WINDOWS),
     "windows, larger blocks at D": Play(_WINDOWS, replace(_WINDOWS, block_tokens=32)),
+    "windows alone, recomputed": Play(
+        _WINDOWS_ALONE, replace(_WINDOWS_ALONE, load_failure_policy="recompute"), fails=True
+    ),
     "states": Play(_STATES, _STATES, fails=True),
     "recomputed": Play(_SPEC, replace(_FEW, load_failure_policy="recompute"), fails=True),
     "turns": Play(_SPEC, _ahead(replace(_SPEC, planned_blocks=40)), fails=True, has_turns=True),
@@ -79,7 +83,10 @@ def test_attention(lab: Lab, name: str) -> None:
 
 
 @pytest.mark.on(since="0.20")  # else: P lets go of more of a window, and D's worker refuses it
-@pytest.mark.parametrize("name", ["windows", "unlike windows", "windows, larger blocks at D"])
+@pytest.mark.parametrize(
+    "name",
+    ["windows", "unlike windows", "windows, larger blocks at D", "windows alone, recomputed"],
+)
 def test_windows(lab: Lab, name: str) -> None:
     _play(lab, name)
 

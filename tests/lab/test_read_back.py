@@ -11,7 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvpatch.core.releases import FACTS
+
+from .case import EngineSpec
 from .engine_api import Ask, Prompt
+from .host import Lab
 from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
 from .test_same_prompt import MODELS, SPEC
@@ -30,6 +34,11 @@ _TURNS = {
     "stripped": (30, (_TOKENS + 2,)),
     "edited": (30, (70,)),
 }
+
+
+def _answering(spec: EngineSpec) -> EngineSpec:
+    """An engine whose steps are ahead of its answers."""
+    return replace(spec, answer_tokens=60, stops_after=_ANSWER, schedules_ahead=True)
 
 
 def _turn(stage: Stage, prefill: Actor, decode: Actor) -> tuple[Prompt, str]:
@@ -52,8 +61,7 @@ def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
     size = 2 if kind == "unlike" else 1
     larger = replace(spec, block_tokens=size * _BLOCK, planned_blocks=600 // size)
     prefill = stage.start(larger, _BOTH_WAYS)
-    ahead = {"answer_tokens": 60, "stops_after": _ANSWER, "schedules_ahead": True}
-    decode = stage.start(replace(spec, **ahead), _BOTH_WAYS)  # type: ignore[arg-type]
+    decode = stage.start(_answering(spec), _BOTH_WAYS)
     for name, (more, edits) in _TURNS.items():
         first, answer = _turn(stage, prefill, decode)
         turn = replace(stage.prompt(_TOKENS + _ANSWER + more), number=first.number, edits=edits)
@@ -67,6 +75,24 @@ def test_a_turn_that_is_read_back(stage: Stage, kind: str, model: str) -> None:
         again = replace(stage.prompt(turn.tokens), number=first.number, edits=edits)
         (served,) = prefill.complete(Ask(again, ""))
         assert prefill.wrong(again)[0] == 0, f"{name}, from P's prefix cache"
+
+
+def test_an_edited_turn(lab: Lab, stage: Stage) -> None:
+    """<= 0.22 vLLM keeps no blocks back for what is to be computed behind a turn's first half.
+
+    Others took them, which stood in the queue behind it then, and P stood still for good.
+    """
+    first, decode = stage.start(_SPEC, _BOTH_WAYS), stage.start(_answering(_SPEC), _BOTH_WAYS)
+    prefill = stage.start(_SPEC, _BOTH_WAYS)
+    for edits in ((70,), ()):
+        prompt, answer = _turn(stage, first, decode)
+        turn = replace(stage.prompt(_TOKENS + _ANSWER + 30), number=prompt.number, edits=edits)
+
+        (served,) = prefill.complete(Ask(turn, answer))
+
+        is_loaded = not edits or FACTS[lab.release].reserves_for_loads
+        assert (served.computed < turn.tokens) == is_loaded
+        assert prefill.wrong(turn)[0] == 0
 
 
 @pytest.mark.parametrize("more", [0, 30])

@@ -45,6 +45,7 @@ MODELS = {
     "windows": {"window_tokens": (0, 40), "layers": 4},
     "states": {"has_state": True, "layers": 4},
 }
+_COUNT = "remote_num_tokens"
 #: How much longer D's prompt is than P's.
 _LENGTHS = (-67, -10, -7, -1, 0, 1, 2, 20, _BLOCK, 3 * _BLOCK)
 _SOME_LENGTHS = (-10, -1, 0, 1, 20)
@@ -52,7 +53,7 @@ _SOME_LENGTHS = (-10, -1, 0, 1, 20)
 
 def _states_counts(release: str) -> bool:
     """From 0.21 on P's own answer has the number of its tokens."""
-    return "remote_num_tokens" in FACTS[release].answer
+    return _COUNT in FACTS[release].answer
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,18 @@ def test_a_shorter_prompt_looks_in_front_of_the_loaded_window(
 
     wrong, total = pair.decode.wrong(shorter)
     assert (wrong, total > 0) == (0, True)
+
+
+@pytest.mark.on(has_cache_groups=True)
+def test_windows_alone_whose_p_states_no_count(stage: Stage) -> None:
+    """P's list is the end of a prompt's blocks, which does not tell how long the prompt is."""
+    spec = replace(SPEC, layers=4, window_tokens=(4 * _BLOCK,))
+    pair = _pair(stage, spec, replace(spec, patched=True))
+    for tokens in (40, 100, 50, 130, 90):
+        ask = pair.prefilled(stage.prompt(tokens))
+        answer = {name: value for name, value in json.loads(ask.answer).items() if name != _COUNT}
+        served = pair.serve(ask.prompt, json.dumps(answer))
+        assert served.computed == 1, "the rest is loaded"
 
 
 def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
