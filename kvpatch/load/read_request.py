@@ -40,6 +40,7 @@ class ReadRequest:
         hit_tokens: the tokens of D's own prefix hit; None where the length of a list says it.
         waited: seconds since D got the request, by the scheduler's clock; None where unknown.
         is_read_back: True if a P reads an earlier turn back from a D.
+        is_counted: True if P itself says how many tokens it holds (from 0.21 on).
         stated: what P's answer says for checks, by field.
         is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
@@ -52,6 +53,7 @@ class ReadRequest:
     hit_tokens: int | None = None
     waited: float | None = None
     is_read_back: bool = False
+    is_counted: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     #: When the scheduler sent it, as ``time.monotonic`` counts in this process.
@@ -107,6 +109,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             ),
             waited=waits.since(request.arrival_time),
             is_read_back=bool(parameters.get("do_remote_decode")),
+            is_counted=stated_tokens(parameters) is not None,
             stated=stated_for_checks(parameters) if has_load else {},
         )
         setattr(entry, _READ_REQUEST, found)

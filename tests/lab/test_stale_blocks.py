@@ -127,6 +127,22 @@ def test_an_answer_from_before_p_started_anew_is_not_loaded(
     assert_identical(decode, [held], loaded(held, lab.release))
 
 
+@pytest.mark.on(since="0.21")  # else: a P without kvpatch does not say how many tokens it holds
+def test_blocks_of_the_size_before_p_started_anew_are_not_loaded(stage: Stage) -> None:
+    """As above, and P has no kvpatch: it names more blocks than its tokens fill now."""
+    first, old = stage.prefill(SPEC), stage.prompt(TOKENS)
+    (answer,) = first.compute(old)
+    first.die()
+    larger = replace(SPEC, block_tokens=4 * SPEC.block_tokens)
+    second = stage.prefill(larger, port=first.port, engine_id=first.engine_id)
+    decode = stage.decode(SPEC)
+    second.compute(stage.prompt(TOKENS))
+
+    decode.ask(answer)
+
+    decode.must_fail(old)
+
+
 @pytest.mark.on(listens_in_scheduler=True)  # else: <= 0.11.0 P cannot say where its tables are
 def test_a_like_pair_is_checked_without_a_thread(stage: Stage, lab: Lab) -> None:
     """Nor is there one before the first heterogeneous peer; like loads go on beside it."""
