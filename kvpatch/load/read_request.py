@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import ReleaseFacts
@@ -43,6 +43,7 @@ class ReadRequest:
         stated: what P's answer says for checks, by field.
         is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
+        is_to_fail: True if D can neither load all of an image nor compute it.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class ReadRequest:
     is_read_back: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
+    is_to_fail: bool = False
     #: When the scheduler sent it, as ``time.monotonic`` counts in this process.
     known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
@@ -108,6 +110,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             waited=waits.since(request.arrival_time),
             is_read_back=bool(parameters.get("do_remote_decode")),
             stated=stated_for_checks(parameters) if has_load else {},
+            is_to_fail=request in state.of(FailingLoads),
         )
         setattr(entry, _READ_REQUEST, found)
 
@@ -132,6 +135,13 @@ class PlannedLoad(NamedTuple):
 
 class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
     """The loads that one scheduler has planned, by vLLM's request (``common_prompt``)."""
+
+
+class FailingLoads(WeakSet[Any]):
+    """Requests whose loads are to fail: D can neither load all of an image nor compute it.
+
+    They fail at a worker: then the release ends the request alone (``kv_load_failure_policy``).
+    """
 
 
 class Waits:
