@@ -13,9 +13,10 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
-from kvpatch.load.prompt_hashes import lacks_images, names_images, read_prompt
+from kvpatch.load.prompt_hashes import absent_images, lacks_images, names_images, read_prompt
 from kvpatch.load.read_request import (
     HOLD,
+    FailingLoads,
     PlannedLoad,
     PlannedLoads,
     groups,
@@ -85,7 +86,9 @@ class PromptLoads:
         if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it
             return False
         taker = self._taker(request, request.kv_transfer_params)
-        if taker is request or lacks_images(request):  # D's cache may lack a block with an image
+        if taker is request or lacks_images(
+            scheduler, request
+        ):  # D's cache may lack a block with an image
             return False
         is_loading = _leave(scheduler, request, taker)
         has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
@@ -99,7 +102,11 @@ class PromptLoads:
         state, params = scheduler_state(scheduler), request.kv_transfer_params
         planned = state.of(PlannedLoads)
         if request not in planned:
-            planned[request], kind = _found(scheduler, request, computed + count, state.facts)
+            load, kind = _found(scheduler, request, computed + count, state.facts)
+            if absent_images(scheduler, request) > max(load.tokens, computed):
+                load = load._replace(tokens=computed + count)
+                state.of(FailingLoads).add(request)
+            planned[request] = load
             state.book.add(PROMPTS, 1, kind.value)
             engine_id = str(params.get("remote_engine_id"))
             key, sentence = f"{kind.value} {engine_id}", _SENTENCES.get(kind)
@@ -141,8 +148,10 @@ class PromptLoads:
         if self._pushable.get(request) == end:
             return True
         state, stated = scheduler_state(scheduler), read_prompt(request.kv_transfer_params)
-        named = names_images(scheduler)
-        common = None if stated is None else stated.common_tokens(request, names_images=named)
+        named, absent = names_images(scheduler), absent_images(scheduler, request)
+        common = None
+        if stated is not None:
+            common = stated.common_tokens(request, names_images=named, absent=absent)
         if stated is None or common is None:
             return True
         size = 1 if is_of_whole_prompt(scheduler, state.facts) else int(scheduler.block_size)
@@ -211,7 +220,8 @@ def _found(
     stated, held = read_prompt(params), stated_tokens(params)
     common = None
     if stated is not None:
-        common = stated.common_tokens(request, names_images=names_images(scheduler))
+        named, absent = names_images(scheduler), absent_images(scheduler, request)
+        common = stated.common_tokens(request, names_images=named, absent=absent)
         # D's count: its lists and its state go on behind the tokens where its steps are ahead.
         held = held or stated.tokens
     if common is None and settings.requires_tokens():

@@ -5,8 +5,9 @@ tokens up to its place, so that the last equal one tells how far the prompts are
 also covers images by the name of their content, and the LoRA adapter: both change keys and values.
 
 Some routers send D the tokens of a prompt with images and not the images, or embeddings of noise in
-their place. Such a D can only load: what it computed itself would be of no image. For it P states a
-second chain, over the tokens alone.
+their place, or an image's size alone. Such a D can only load: what it computed itself would be of
+no image, and an image of which it has the size alone ends its engine. For it P states a second
+chain, over the tokens alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,21 @@ _MOST_HASHES = 64
 _STEP_TOKENS = 16
 #: What vLLM calls embeddings that stand for an image; some models call pixels by longer names.
 _EMBEDDINGS = frozenset(("image_embeds", "video_embeds", "audio_embeds"))
+#: What vLLM keeps of embeddings that a client leaves out, as a KV consumer allows from 0.28 on.
+#: Its models declare them as metadata (``embedding_fields``), and one adds the last by itself.
+METADATA = frozenset(
+    (
+        "image_grid_thw",
+        "video_grid_thw",
+        "image_sizes",
+        "video_image_sizes",
+        "timestamps",
+        "second_per_grid_ts",
+        "audio_feature_lengths",
+        "audio_num_tokens",
+        "use_audio_in_video",
+    )
+)
 #: What vLLM calls a chunk of a video that its client has not named; behind an adapter's name.
 _DRAWN = re.compile(r"(?s:.*:)?[0-9a-f]{16}-[0-9]+")
 _FORM = re.compile(
@@ -58,20 +74,24 @@ class StatedPrompt:
         texts = [urlsafe_b64encode(chain).decode() for chain in chains]
         return "/".join((f"1/{self.tokens:x}/{self.prompt_tokens:x}", *texts))
 
-    def common_tokens(self, request: Any, *, names_images: bool) -> int | None:
+    def common_tokens(self, request: Any, *, names_images: bool, absent: int = 0) -> int | None:
         """Returns how many tokens of P's prompt a request begins with; None where it is not known.
 
         Args:
             names_images: False where names of images do not follow from their content.
+            absent: as :func:`absent_images` counts.
         """
         tokens = _prompt(request)
         if tokens is None:
             return None
-        if self.lacks_images(request):
-            return self._common(self.token_chain, tokens)
-        if not self.chain or not _is_named(request, names_images):
-            return None
-        return self._common(self.chain, tokens, request)
+        by_name = None
+        if self.chain and _is_named(request, names_images):
+            by_name = self._common(self.chain, tokens, request)
+        if absent:  # images behind it, which D has, may be others than P's
+            is_without = bool(self.token_chain) and absent > (by_name or 0)
+        else:
+            is_without = self.lacks_images(request)
+        return self._common(self.token_chain, tokens) if is_without else by_name
 
     def lacks_images(self, request: Any) -> bool:
         """True if a request has not got images of what it has in common: D cannot compute it.
@@ -154,9 +174,28 @@ def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
     return StatedPrompt(tokens, prompt_tokens, *chains)
 
 
-def lacks_images(request: Any) -> bool:
+def absent_images(scheduler: Any, request: Any) -> int:
+    """Returns the tokens up to the end of the last image of which D has metadata alone; 0 for none.
+
+    The engine ends if it computes that image. None is absent where an encoder sends D the
+    embeddings (EC consumer).
+    """
+    encoder = getattr(scheduler.vllm_config, "ec_transfer_config", None)
+    if encoder is not None and encoder.is_ec_consumer:
+        return 0
+    places = (
+        image.mm_position
+        for image in getattr(request, "mm_features", None) or ()
+        if image.data and METADATA.issuperset(image.data)
+    )
+    return max((place.offset + place.length for place in places), default=0)
+
+
+def lacks_images(scheduler: Any, request: Any) -> bool:
     """True if a request of D's has not got the images of the prompt that its answer of P states."""
     stated = read_prompt(request.kv_transfer_params or {})
+    if absent_images(scheduler, request):
+        return True
     return stated is not None and stated.lacks_images(request)
 
 

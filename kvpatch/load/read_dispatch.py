@@ -195,6 +195,12 @@ class NamedBlocks:
         """
         reader, request, engine_id = self._reader, self._request, self._engine_id
         fills = request is not None and any(request.local_blocks)
+        if request is not None and request.is_to_fail:
+            raise ReadRefused(
+                f"this engine has no content of an image of request {context.request_id}, which it "
+                f"cannot load: the prompt in front is not the one that engine {engine_id} holds",
+                _ONE_PROMPT,
+            )
         if reader is not None and request is not None and self._is_known:
             parts = reader.ours.kernel_blocks_per_block
             refuse_unmapped(self._pages, reader.groups, request, parts)

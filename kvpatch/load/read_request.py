@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import ReleaseFacts
@@ -44,6 +44,7 @@ class ReadRequest:
         stated: what P's answer says for checks, by field.
         is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
+        is_to_fail: True if D can neither load all of an image nor compute it.
     """
 
     tokens: int
@@ -56,6 +57,7 @@ class ReadRequest:
     is_counted: bool = False
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
+    is_to_fail: bool = False
     #: When the scheduler sent it, as ``time.monotonic`` counts in this process.
     known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
@@ -111,6 +113,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             is_read_back=bool(parameters.get("do_remote_decode")),
             is_counted=stated_tokens(parameters) is not None,
             stated=stated_for_checks(parameters) if has_load else {},
+            is_to_fail=request in state.of(FailingLoads),
         )
         setattr(entry, _READ_REQUEST, found)
 
@@ -135,6 +138,13 @@ class PlannedLoad(NamedTuple):
 
 class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
     """The loads that one scheduler has planned, by vLLM's request (``common_prompt``)."""
+
+
+class FailingLoads(WeakSet[Any]):
+    """Requests whose loads are to fail: D can neither load all of an image nor compute it.
+
+    They fail at a worker: then the release ends the request alone (``kv_load_failure_policy``).
+    """
 
 
 class Waits:

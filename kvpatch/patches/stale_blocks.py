@@ -186,7 +186,7 @@ def compute_again(core: Any, output: Any) -> None:
     for name in names:
         request = core.requests.get(name)
         is_waiting = request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS"
-        if is_waiting and not lacks_images(request):
+        if is_waiting and not lacks_images(core, request):
             request.num_computed_tokens = 0
             core.failed_recving_kv_req_ids.add(name)
     # Of several cache groups a request's blocks may be reported steps behind its name. Another

@@ -12,7 +12,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.load import common_prompt
 from kvpatch.load.common_prompt import PromptLoads, _held_of_longer, _in_front_of_gap
 from kvpatch.load.prompt_hashes import FIELD, state_prompt
-from kvpatch.load.read_request import HOLD, PlannedLoads
+from kvpatch.load.read_request import HOLD, FailingLoads, PlannedLoads
 from kvpatch.worker.state import scheduler_state
 
 from .test_prompt_hashes import _image
@@ -93,6 +93,77 @@ def test_a_second_one_without_images_loads_too(common: int, caches: bool) -> Non
     assert not loads.is_again(scheduler, first)
     assert loads.is_again(scheduler, second) == (common == 16)
     assert loads.must_wait(second) == (common == 16 and caches)
+
+
+def _bare(name: str, at_p: list[int] | None, own: list[int]) -> _Request:
+    """A request of D's with the size of an image at 20 alone. P had it; None: P states nothing."""
+    request = _Request()
+    bare = _image(20, name, ("image_grid_thw",))
+    vars(request).update(prompt_token_ids=own, num_tokens=len(own), mm_features=[bare])
+    request.kv_transfer_params["remote_num_tokens"] = 64 if at_p is None else len(at_p)
+    if at_p is not None:
+        filled = _prefilled(at_p, images=(_image(20, "cat"),))
+        stated = state_prompt(filled, len(at_p), names_images=True)
+        request.kv_transfer_params[FIELD] = str(stated)
+    return request
+
+
+@pytest.fixture
+def consumer() -> Any:
+    """A scheduler of D's, of a release that takes an image's size alone."""
+    scheduler = _scheduler("0.28.0")
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+    return scheduler
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+@pytest.mark.parametrize("name", ["cat", "hash of the metadata"])
+def test_who_has_an_images_size_alone_loads_the_prompt_each_time(
+    name: str,
+    is_stated: bool,  # noqa: FBT001
+    consumer: Any,
+) -> None:
+    """What computes the image ends the engine."""
+    loads, tokens = PromptLoads(), list(range(64))
+    for _ in range(3):  # a retry, several answers
+        request = _bare(name, tokens if is_stated else None, tokens)
+        assert not loads.is_again(consumer, request)
+        assert not loads.must_wait(request)
+        assert loads.plan(consumer, request, 0, 64) == 64
+        assert request not in scheduler_state(consumer).of(FailingLoads)
+
+
+@pytest.mark.parametrize(
+    ("differs", "hit", "loaded", "fails"),
+    [
+        (40, 0, 32, False),
+        (20, 0, 64, True),
+        (20, 16, 48, True),
+        (20, 32, 0, False),  # D's prefix cache has it
+        (0, 0, 64, True),
+    ],
+)
+def test_an_image_that_can_be_neither_loaded_nor_computed_fails_its_request(
+    differs: int,
+    hit: int,
+    loaded: int,
+    fails: bool,  # noqa: FBT001
+    consumer: Any,
+) -> None:
+    """Prompts differ in front of its end: stock answers wrongly, and what computes it ends D."""
+    tokens = list(range(64))
+    request = _bare("cat", [*tokens[:differs], 99, *tokens[differs + 1 :]], tokens)
+    assert PromptLoads().plan(consumer, request, hit, 64 - hit) == loaded
+    assert (request in scheduler_state(consumer).of(FailingLoads)) == fails
+
+
+def test_it_fails_where_prompts_without_hashes_are_computed(
+    consumer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPATCH_REQUIRE_TOKENS", "true")
+    request = _bare("cat", None, list(range(64)))
+    assert PromptLoads().plan(consumer, request, 0, 64) == 64
+    assert request in scheduler_state(consumer).of(FailingLoads)
 
 
 def test_a_retry_loads_what_the_first_could_not() -> None:

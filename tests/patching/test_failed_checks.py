@@ -58,6 +58,7 @@ def core(**statuses: Any) -> Any:
         kv_cache_manager=SimpleNamespace(
             get_block_ids=tables.__getitem__,
         ),
+        vllm_config=SimpleNamespace(),
         running=[SimpleNamespace(request_id=n) for n, s in statuses.items() if s == RUNNING],
     )
 
@@ -109,7 +110,12 @@ def test_who_lacks_ps_images_is_not_computed() -> None:
     stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {10, 11}
     assert not scheduler.failed_recving_kv_req_ids
-    request.mm_features = [SimpleNamespace(data=None)]
+    image = SimpleNamespace(data={"image_grid_thw": None})
+    image.mm_position = SimpleNamespace(offset=0, length=1)
+    request.mm_features = [image]
+    stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
+    assert not scheduler.failed_recving_kv_req_ids, "it ends the engine"
+    image.data = None
     stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
     assert scheduler.failed_recving_kv_req_ids == {"a"}
 

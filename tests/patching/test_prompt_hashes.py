@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvpatch.load.prompt_hashes import (
     FIELD,
+    METADATA,
     StatedPrompt,
+    absent_images,
     lacks_images,
     names_images,
     read_prompt,
@@ -26,7 +28,7 @@ def _image(offset: int, identifier: str, data: tuple[str, ...] | None = ("pixel_
     """Fake: data is None where D's front end knows that its engine has it."""
     return SimpleNamespace(
         identifier=identifier,
-        mm_position=SimpleNamespace(offset=offset),
+        mm_position=SimpleNamespace(offset=offset, length=6),
         data=None if data is None else dict.fromkeys(data),
     )
 
@@ -111,6 +113,12 @@ def test_adapters_and_images_are_told_apart() -> None:
 _NOISE = _image(40, "noise of this request", ("image_embeds", "image_grid_thw"))
 
 
+def _engine(*, has_encoder: bool = False) -> Any:
+    """Fake: a scheduler."""
+    encoder = SimpleNamespace(is_ec_consumer=has_encoder) if has_encoder else None
+    return SimpleNamespace(vllm_config=SimpleNamespace(ec_transfer_config=encoder))
+
+
 _PHI = ("input_image_embeds", "image_attention_mask")  # pixels, whatever their name says
 
 
@@ -127,7 +135,7 @@ def test_a_d_without_images_is_compared_by_its_tokens(own: tuple[Any, ...], adap
     }
     for common, request in requests.items():
         request.kv_transfer_params = {FIELD: field}
-        assert lacks_images(request)
+        assert lacks_images(_engine(), request)
         assert _common(stated, request) == common
 
 
@@ -145,8 +153,8 @@ def test_who_has_images_or_needs_none_lacks_none() -> None:
         request = _request(tokens, images=at_d)
         stated = state_prompt(_request(tokens, images=at_p), 100, names_images=True)
         request.kv_transfer_params = {FIELD: str(stated)}
-        assert not lacks_images(request)
-    assert not lacks_images(SimpleNamespace(kv_transfer_params=None))
+        assert not lacks_images(_engine(), request)
+    assert not lacks_images(_engine(), SimpleNamespace(kv_transfer_params=None))
 
 
 @pytest.mark.parametrize(
@@ -173,8 +181,61 @@ def test_a_history_without_its_image_lacks_none(
     stated = state_prompt(at_p, 100, names_images=is_named)
     request = _request([*tokens[:own], *range(200, 260)])
     request.kv_transfer_params = {FIELD: str(stated)}
-    assert lacks_images(request) is lacks
+    assert lacks_images(_engine(), request) is lacks
     assert stated.common_tokens(request, names_images=True) == own // 16 * 16
+
+
+@pytest.mark.parametrize("field", sorted(METADATA))
+@pytest.mark.parametrize("name", ["cat", "hash of the metadata"])
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_an_image_without_its_embeddings_is_loaded(
+    field: str,
+    name: str,
+    is_numbered: bool,  # noqa: FBT001
+) -> None:
+    """A KV consumer takes an image's size alone (from 0.28 on): what computes it ends the engine.
+
+    A client may name it (``uuid``), alike on both sides.
+    """
+    tokens = list(range(100))
+    at_p = _request(tokens, images=(_image(40, "cat"),))
+    stated = state_prompt(at_p, 100, names_images=not is_numbered)
+    request = _request(tokens, images=(_image(40, name, (field,)),))
+    request.kv_transfer_params = {FIELD: str(stated)}
+    absent = absent_images(_engine(), request)
+    assert absent == 46, "to its end"
+    assert lacks_images(_engine(), request)
+    named = not is_numbered
+    assert stated.common_tokens(request, names_images=named, absent=absent) == 100
+
+
+@pytest.mark.parametrize(
+    ("first", "common"), [("cat", 48), ("hash of the metadata", 100)], ids=["uuid", "hash"]
+)
+def test_images_behind_one_that_is_absent_are_compared(first: str, common: int) -> None:
+    """As far as D can compute the prompt; else it loads all, as stock does."""
+    tokens = list(range(100))
+    at_p = _request(tokens, images=(_image(20, "cat"), _image(60, "dog")))
+    stated = state_prompt(at_p, 100, names_images=True)
+    at_d = _image(20, first, ("image_grid_thw",)), _image(60, "cow")
+    request = _request(tokens, images=at_d)
+    request.kv_transfer_params = {FIELD: str(stated)}
+    assert lacks_images(_engine(), request)
+    absent = absent_images(_engine(), request)
+    assert absent == 26
+    assert stated.common_tokens(request, names_images=True, absent=absent) == common
+
+
+def test_no_image_is_absent_whose_content_comes_or_is_there() -> None:
+    tokens = list(range(100))
+    of_encoder = _request(tokens, images=(_image(40, "cat", ("image_grid_thw",)),))
+    assert absent_images(_engine(has_encoder=True), of_encoder) == 0
+    for data in (None, (), ("address",), ("image_grid_thw", "pixel_values"), _NOISE.data):
+        assert absent_images(_engine(), _request(tokens, images=(_image(40, "cat", data),))) == 0
+    assert absent_images(_engine(), SimpleNamespace()) == 0
+    stated = state_prompt(_request(tokens, images=(_image(40, "cat"),)), 100, names_images=True)
+    of_encoder.kv_transfer_params = {FIELD: str(stated)}
+    assert not lacks_images(_engine(has_encoder=True), of_encoder)
 
 
 @pytest.mark.parametrize(

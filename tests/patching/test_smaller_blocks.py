@@ -175,6 +175,23 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told(
     assert count == named
 
 
+@pytest.mark.parametrize("block_tokens", [64, 16])
+def test_a_load_that_is_to_fail_fails(block_tokens: int) -> None:
+    """What it would load or compute is no prompt of D's."""
+    worker, meta = _worker(), _meta([1, 2, 3], [10, 11, 12], 150)
+    worker.dst_region_group_ids, worker.region_group_ids = {"P": [0]}, [0]
+    read = ReadRequest(150, 150, ((1, 2, 3),), ((10, 11, 12),), is_to_fail=True)
+    setattr(meta, _READ_REQUEST, read)
+    spec = SimpleNamespace(kv_cache_specs=None, block_size=64)
+    worker.kv_cache_config = SimpleNamespace(
+        transfer_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
+    )
+    worker.transfer_topo.get_engine_info("P").remote_block_size = block_tokens
+
+    with request_read(worker, "request", meta), pytest.raises(ReadRefused, match="no content"):
+        worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0], b"req:1")
+
+
 @pytest.mark.parametrize("theirs", [[0, 0, 1], [0, 0, 0]])
 def test_a_refused_load_keeps_lists_that_the_release_alone_pairs(theirs: list[int]) -> None:
     """Of other lists it may prepare no transfer, and take the load for done (0.29 and later)."""
