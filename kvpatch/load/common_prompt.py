@@ -86,9 +86,8 @@ class PromptLoads:
         if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it
             return False
         taker = self._taker(request, request.kv_transfer_params)
-        if taker is request or lacks_images(
-            scheduler, request
-        ):  # D's cache may lack a block with an image
+        # D's cache may lack a block with an image.
+        if taker is request or lacks_images(scheduler, request):
             return False
         is_loading = _leave(scheduler, request, taker)
         has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
