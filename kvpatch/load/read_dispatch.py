@@ -50,6 +50,8 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
     context = RequestContext(request_id, engine_id, request)
     blocks = NamedBlocks(worker, context, meta)
+    if request is not None and request.stages > 1:
+        read_request.count_stages(worker, engine_id, request.stages)
     if loads is None:  # nothing is registered that could be read into
         yield
         return

@@ -45,6 +45,7 @@ class ReadRequest:
         is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
         is_to_fail: True if D can neither load all of an image nor compute it.
+        stages: D's pipeline stages, where P is told to wait for all of them; else 1.
     """
 
     tokens: int
@@ -58,6 +59,7 @@ class ReadRequest:
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     is_to_fail: bool = False
+    stages: int = 1
     #: When the scheduler sent it, as ``time.monotonic`` counts in this process.
     known_since: float = field(default_factory=lambda: time.monotonic(), compare=False, repr=False)
 
@@ -92,6 +94,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
     # In push mode no worker looks at it. Workers that are known to be without kvpatch were left
     # out where the load was planned, of what the scheduler knew of the peer then.
     may_guard = not (is_push(scheduler) or state.has_stock_workers)
+    stages = _counted_stages(scheduler, facts) if may_guard else 1
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
@@ -114,8 +117,16 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             is_counted=stated_tokens(parameters) is not None,
             stated=stated_for_checks(parameters) if has_load else {},
             is_to_fail=request in state.of(FailingLoads),
+            stages=stages,
         )
         setattr(entry, _READ_REQUEST, found)
+
+
+def _counted_stages(scheduler: Any, facts: ReleaseFacts) -> int:
+    """Returns D's pipeline stages, where the release has each of them read its own layers."""
+    if not facts.names_regions:
+        return 1
+    return int(scheduler.vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def stated_for_checks(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -344,6 +355,25 @@ def stated_end(worker: Any, engine_id: str, entry: Any, facts: ReleaseFacts) -> 
     if not isinstance(stated, int | float) or offset is None:
         return None
     return time.monotonic() + float(stated) - float(offset) - time.perf_counter()
+
+
+# --- the readers that P waits for: the release counts those of one pipeline stage (from 0.30) -----
+
+_COUNTED = "_kvpatch_counts_stages"
+
+
+def count_stages(worker: Any, engine_id: str, stages: int) -> None:
+    """Makes the notifications of a peer's loads count the readers of all of our stages.
+
+    P frees a request's blocks once it has as many notifications as the last one of them says. So
+    all stages must say the same: one without kvpatch says what the release counts.
+    """
+    mapping = worker.tp_mappings.get(engine_id)
+    if mapping is None or hasattr(mapping, _COUNTED):  # each handshake makes a new one
+        return
+    counted = replace(mapping, local_consumers=mapping.local_consumers * stages)
+    object.__setattr__(counted, _COUNTED, True)
+    worker.tp_mappings[engine_id] = counted
 
 
 # --- the loads that the release reorders for a CPU: those of peers of another backend only --------

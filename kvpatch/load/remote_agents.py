@@ -292,31 +292,10 @@ class Handshake:
 
     def _book(self, wrapped: Callable[..., Any], metadata: Any, tp_size: int) -> Any:
         check_descriptors(self.worker, self.facts, metadata)
-        known = self._rank_mapping()
         agent = wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
-        self._count_stages(known)
         if self.facts.reorders_for_cpu:
             note_peer(self.worker, metadata)
         return agent
-
-    def _rank_mapping(self) -> Any:
-        """Returns how the release reads the peer's ranks; None where it has not said so yet."""
-        is_full = hasattr(self.worker, "vllm_config")  # no worker of vLLM's own tests
-        if not (is_full and self.facts.names_regions and self.release.stages > 1):
-            return None
-        return self.worker.tp_mappings.get(self.metadata.engine_id)
-
-    def _count_stages(self, known: Any) -> None:
-        """Makes P wait for each stage of our pipeline: the release counts one stage's readers.
-
-        P frees a request's blocks once it has as many notifications as each of them says. The
-        stages all send theirs in the same cases: the scheduler hands them one list of loads.
-        """
-        mapping = self._rank_mapping()
-        if mapping is not None and mapping is not known:
-            readers = mapping.local_consumers * self.release.stages
-            counted = replace(mapping, local_consumers=readers)
-            self.worker.tp_mappings[self.metadata.engine_id] = counted
 
     def _add_heterogeneous(self, rank: RemoteRank) -> Any:
         from kvpatch.load.heterogeneous_reads import HeterogeneousReads  # of no like pair

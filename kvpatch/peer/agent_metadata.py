@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -173,6 +173,33 @@ class AgentMetadata:
     stated_keys: KeyOrder | None = None
     stated_blocks: StatedBlocks | None = None
     stated_layout: object = None
+
+    def of_layers(self, names: Collection[str]) -> AgentMetadata:
+        """Returns the peer with those of its regions alone that are named after these layers.
+
+        A layer that it says to lie in cross-layer blocks is a region too. The peer as it is where
+        it does not say where one of these layers lies.
+        """
+        theirs = self.region_names or ()
+        packed = {layer: (offset, size) for layer, offset, size in self.packed_layers}
+        rows = [n for n, name in enumerate(theirs) if name in packed]
+        if len(theirs) != len(self.addresses) or len(rows) != bool(packed):
+            return self
+        regions = [(n, 0, self.block_bytes[n]) for n in range(len(theirs)) if n not in rows]
+        told = [theirs[n] for n, *_ in regions] + [*packed]
+        regions += [(row, *place) for row in rows for place in packed.values()]
+        escapes = any(offset + size > self.block_bytes[n] for n, offset, size in regions)
+        if escapes or not set(names) <= {*told}:
+            return self
+        found = [one for one, name in zip(regions, told, strict=True) if name in names]
+        return replace(
+            self,
+            addresses=tuple(self.addresses[n] + offset for n, offset, _ in found),
+            block_bytes=tuple(size for *_, size in found),
+            stride_bytes=tuple(self.stride_bytes[n] for n, *_ in found),
+            region_names=tuple(name for name in told if name in names),
+            packed_layers=(),
+        )
 
     @property
     def inner_layout(self) -> str | None:

@@ -117,6 +117,8 @@ def decide(local: LocalCache | UnreadCache, remote: AgentMetadata, facts: Releas
             return PeerRefused(reason, error.cure)
         return Stock()
     ours, peer = local.geometry, remote
+    if local.stages > 1:  # P has the layers of all of our stages
+        peer = peer.of_layers(ours.region_names or ())
     try:
         peer_memory(ours, peer)  # no read goes to memory of two kinds
         peer = as_accepted(ours, peer, is_plain=local.is_plain and not local.reads_all)

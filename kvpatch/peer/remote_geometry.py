@@ -357,7 +357,8 @@ def _in_own_regions(
     if len(block_bytes) != sum(counts):
         raise PeerRefused(
             f"layout {layout} makes {sum(counts)} regions of our layers",
-            "use one model, one attention backend and one --pipeline-parallel-size on both sides",
+            "use one model and one attention backend on both sides, and --pipeline-parallel-size 1 "
+            "on the prefill side",
         )
     is_apart = layout in ("BLNHC", "BHLNC") and len(units) > 1
     if is_apart and any(piece.shape.heads > 1 for piece in whole.values()):
@@ -375,7 +376,8 @@ def _in_own_regions(
             if not fit:
                 raise PeerRefused(
                     f"its regions are named {', '.join(sorted(named))}",
-                    "use one model on both sides",
+                    "use one model on both sides, and --pipeline-parallel-size 1 on the prefill "
+                    "side",
                 )
             unit = fit[0]
         if any(layer in found for layer in unit):
@@ -408,7 +410,10 @@ def _in_named_blocks(
             "use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side",
         )
     if names is not None and names[0] not in whole:
-        raise PeerRefused(f"its region is named {names[0]}", "use one model")
+        raise PeerRefused(
+            f"its region is named {names[0]}",
+            "use one model, and VLLM_KV_CACHE_LAYOUT=LBHNC where this engine has pipeline stages",
+        )
     # A block is one group's, and the group with the most bytes fills it.
     whole_bytes = max(sum(whole[layer].size_bytes for layer in group) for group in groups)
     largest = max(whole.values(), key=lambda piece: piece.size_bytes)
@@ -475,6 +480,12 @@ def _in_cross_layer_blocks(
     """
     if {ours.key_order, peer.key_order} - {None, KeyOrder.ROW_MAJOR}:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
+    if {*(peer.region_names or ())} - {*ours.layers, *ours.states}:  # those of another stage
+        raise PeerRefused(
+            f"its rows begin with layer {', '.join(peer.region_names or ())}",
+            "use one model, and KVCACHED_CONTIGUOUS_LAYOUT=false on P where this engine has "
+            "pipeline stages",
+        )
     groups = ours.cross_layer_groups
     divisions: Sequence[Sequence[Sequence[str]]] = (ours.places,)
     is_packed = groups is not None and packed_digest(groups) == form.places

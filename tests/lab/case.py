@@ -80,8 +80,7 @@ class EngineSpec:
     head_dim: int = 32
     dtype: str = "bfloat16"
     tp_size: int = 1
-    #: Whether these are stages of a pipeline, of one rank each: what the lab takes for a rank's
-    #: heads of its layers are then a stage's layers.
+    #: Whether these are stages of a pipeline, of one rank each: each has as many of the layers.
     has_stages: bool = False
     #: Of how many of its ranks each has a share of a block's tokens (decode context parallelism);
     #: what these are the lab does not compare.
@@ -304,9 +303,21 @@ class EngineSpec:
         return ITEM_BYTES[self.state_dtype or self.dtype]
 
     @property
+    def head_ranks(self) -> int:
+        """Ranks that share out a layer's heads."""
+        return 1 if self.has_stages else self.tp_size
+
+    def layers_of(self, rank: int) -> range:
+        """The layers that `rank` has: a stage's, or all."""
+        if not self.has_stages:
+            return range(self.layers)
+        count = self.layers // self.tp_size
+        return range(rank * count, (rank + 1) * count)
+
+    @property
     def heads_per_rank(self) -> int:
         """KV heads of one tensor-parallel rank; MLA has one latent everywhere."""
-        return 1 if self.family == "mla" else max(1, self.kv_heads // self.tp_size)
+        return 1 if self.family == "mla" else max(1, self.kv_heads // self.head_ranks)
 
     def first_head(self, rank: int, layer: int = 0) -> int:
         """The global index of the first head that `rank` holds (heads replicate)."""
@@ -315,7 +326,7 @@ class EngineSpec:
             return rank * other[0] // self.tp_size
         if self.family == "mla":
             return 0
-        return rank * self.kv_heads // self.tp_size
+        return rank % self.head_ranks * self.kv_heads // self.head_ranks
 
     def kernel_blocks(self, blocks: Sequence[int], layer: int = 0) -> list[int]:
         """A layer's tensors' own blocks of those that the scheduler hands out."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy as copied
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,7 +160,7 @@ class Engine:
         if is_in_rows(self.plan):  # workers have processes, where it is the command line's still
             self.config.cache_config.block_size = spec.block_tokens
         for rank in range(spec.tp_size):
-            with self._as_rank(rank):
+            with self._as_rank(rank), self._as_stage(rank):
                 self.workers.append(self._connector(connector, "WORKER"))
         for rank, worker in enumerate(self.workers):
             with self._as_rank(rank):
@@ -192,6 +193,27 @@ class Engine:
         spec = self.spec
         return standins.tensor_parallel(*((0, 1) if spec.has_stages else (rank, spec.tp_size)))
 
+    @contextmanager
+    def _as_stage(self, rank: int) -> Iterator[None]:
+        """While inside, the configuration and the plan are those of one pipeline stage's worker."""
+        if not self.spec.has_stages:
+            yield
+            return
+        config, plan = self.config, self.plan
+        self.config = copied(config)
+        self.config.parallel_config = copied(config.parallel_config)
+        self.config.parallel_config.rank = rank
+        if plan is not None:
+            names = set(map(layer_name, self.spec.layers_of(rank)))
+            groups = [copied(group) for group in plan.kv_cache_groups]
+            for group in groups:
+                group.layer_names = [name for name in group.layer_names if name in names]
+            self.plan = replace(plan, kv_cache_groups=groups)
+        try:
+            yield
+        finally:
+            self.config, self.plan = config, plan
+
     #: Makes the memory of a cache, flat.
     _store = staticmethod(torch.zeros)
 
@@ -214,6 +236,8 @@ class Engine:
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""
         tensors = self.caches[rank].tensors()
+        if self.spec.has_stages:
+            tensors = {layer_name(n): tensors[layer_name(n)] for n in self.spec.layers_of(rank)}
         if self.spec.device == XLA:
             self.on_device.append(far_memory.DeviceTensors(tensors))
             return self.on_device[rank].tensors
@@ -467,7 +491,8 @@ class Engine:
         """
         spec = self.spec
         for rank, caches in enumerate(self.caches if spec.contexts == 1 else ()):
-            for number, layer in enumerate(caches.layers):
+            for number in spec.layers_of(rank):
+                layer = caches.layers[number]
                 first = spec.first_head(rank, number)
                 heads = range(first, first + spec.shape_of(number)[0])
                 group = self.groups[number]

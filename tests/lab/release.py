@@ -303,7 +303,7 @@ def model_config(spec: EngineSpec) -> Any:
     heads = [shape[0] if shape else 0 for shape in (spec.window_shape, spec.full_shape)]
     return _model_config(
         layers,
-        spec.kv_heads // (spec.tp_size if spec.has_stages else 1),
+        spec.kv_heads,
         spec.head_dim,
         dtype,
         spec.family == "mla",

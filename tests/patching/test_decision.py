@@ -15,8 +15,14 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.state_shares import Part, SharedState
-from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks, read_agent_metadata
+from kvpatch.peer.agent_metadata import (
+    AgentMetadata,
+    CrossLayerForm,
+    StatedBlocks,
+    read_agent_metadata,
+)
 from kvpatch.peer.decision import LocalCache, Read, Stock, decide
+from kvpatch.peer.remote_geometry import peer_regions
 from kvpatch.peer.statement import DeclaredGeometry
 from kvpatch.peer.unread_caches import PlannedHeads, UnreadCache
 from kvpatch.worker.cache_kinds import Holds, Kind, unknown
@@ -26,7 +32,7 @@ from kvpatch.worker.registered_caches import read_layers
 from kvpatch.worker.release_worker import PACKED
 
 from .release_workers import reading
-from .test_remote_geometry import _metadata, ours_of, planes_of, regions_of, stating
+from .test_remote_geometry import TOKEN, _metadata, ours_of, planes_of, regions_of, stating
 
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
 PEER = stating()
@@ -350,6 +356,52 @@ def test_no_stage_of_a_pipeline_reads_where_no_layers_are_named(
         _says(decide(ours, peer(block_tokens=block_tokens), FACTS[release]), "--pipeline-parallel")
     found = decide(ours, peer(block_tokens=block_tokens), FACTS["0.30.0"])
     assert not isinstance(found, PeerRefused), found
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+@pytest.mark.parametrize("names", ["ab", "cd"])
+def test_a_stage_of_a_pipeline_reads_its_own_layers_of_a_p_that_has_all(
+    layout: str, names: str
+) -> None:
+    regions = regions_of(layout, layers=4)
+    count = len(regions["kv_caches_base_addr"]) // 4
+    theirs = peer(block_size=64, region_names=[n for n in "abcd" for _ in range(count)], **regions)
+    geometry = replace(ours_of(names=names), region_names=tuple(names))
+
+    found = decide(LocalCache(geometry, planes_of(geometry), stages=2), theirs, NEWEST)
+
+    assert isinstance(found, Read), found
+    whole = [plane for region in peer_regions(ours_of(names="abcd"), theirs) for plane in region]
+    read = [plane for region in found.mapping.regions for plane in region]
+    assert read == [plane for plane in whole if plane.layer in names]
+
+
+def test_a_stage_of_a_pipeline_reads_no_layers_of_another_one() -> None:
+    geometry = replace(ours_of(names="cd"), region_names=("c", "d"))
+    ours = LocalCache(geometry, planes_of(geometry), stages=2)
+    names = {"block_tokens": 64, "region_names": ["a", "b"]}
+    _says(decide(ours, peer(**names), NEWEST), "--pipeline-parallel-size 1 on the prefill side")
+
+    row = 2 * 64 * TOKEN
+    form = str(CrossLayerForm(64, 1, ("head", "token", "kv", "channel")))
+    rows = {"kv_cache_layout": form, "block_lens": [row], "block_strides": [row]}
+    rows |= {"kv_caches_base_addr": [1 << 20], "block_tokens": 64}
+    _says(decide(ours, peer(**rows, region_names=["a"]), NEWEST), "KVCACHED_CONTIGUOUS_LAYOUT")
+    assert isinstance(decide(ours, peer(**rows, region_names=["c"]), NEWEST), Read)
+
+
+def test_layers_of_cross_layer_blocks_are_found_where_p_says_that_they_are() -> None:
+    row = {"kv_caches_base_addr": [4096], "block_lens": [900], "block_strides": [900]}
+    places = {"a": (0, 300), "b": (300, 300), "c": (600, 300)}
+    theirs = peer(**row, region_names=["a"], packed_member_layouts=places)
+
+    found = theirs.of_layers(("b", "c"))
+
+    assert (found.addresses, found.block_bytes) == ((4396, 4696), (300, 300))
+    assert (found.stride_bytes, found.region_names) == ((900, 900), ("b", "c"))
+    assert theirs.of_layers(("c", "d")) is theirs
+    too_long = peer(**row, region_names=["a"], packed_member_layouts=places | {"c": (700, 300)})
+    assert too_long.of_layers(("b", "c")) is too_long
 
 
 #: 4 heads with full attention and 8 with windows, of which a rank of 8 has one each.

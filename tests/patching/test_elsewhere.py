@@ -65,9 +65,13 @@ def test_what_a_stock_worker_may_ignore_reaches_it() -> None:
 def test_a_load_that_was_judged_before_or_that_p_writes_is_open(
     is_push: bool, has_stock_workers: bool, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In push mode no worker looks at it; and what was equal then may not be any more."""
+    """In push mode no worker looks at it; and what was equal then may not be any more.
+
+    Nor do such workers count the stages of a pipeline: one without kvpatch does not.
+    """
     monkeypatch.setattr(read_request, "is_guarded", lambda *_: True)
-    scheduler = SimpleNamespace()
+    parallel = SimpleNamespace(pipeline_parallel_size=2)
+    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     if is_push:
         scheduler._push_pending_registrations = {}
     state = scheduler_state(scheduler)
@@ -86,6 +90,7 @@ def test_a_load_that_was_judged_before_or_that_p_writes_is_open(
 
     found = read_request.read_request_of(entry)
     assert found is not None and found.is_guarded is is_guarded
+    assert found.stages == (2 if is_guarded and _NEWEST.names_regions else 1)
 
 
 @pytest.fixture
