@@ -47,7 +47,7 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache, planned_heads, why_misread
+from kvpatch.peer.unread_caches import UnreadCache, missed_layer, planned_heads, why_misread
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, layout_of_backends, own_regions
 from kvpatch.worker.recurrent_state import divided_states
@@ -125,6 +125,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         heads=planned_heads(release, kinds),
         row_parts=_row_parts(release),
         stages=release.stages,
+        missed_layer=missed_layer(release, kinds),
     )
 
 

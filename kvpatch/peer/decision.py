@@ -222,11 +222,15 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     same_cut = parts in (None, ours.kernel_blocks_per_block)
     # Without heads these two are the same bytes.
     are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
-    same_layout = peer.layout in (None, ours.layout) or are_latents
-    # Heads of other ranks are one piece of a layer's block in HND, and where they are alone.
-    inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
     # Beside MLA a draft model's may be whole on each rank.
     are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
+    # Single heads are, too, and beside MLA the release compares no layouts.
+    are_single = ours.has_heads and all(own == 1 for _, own in ours.heads_of_layers)
+    are_apart = {peer.layout, ours.layout} <= set(LAYER_BY_LAYER)
+    are_same_bytes = are_latents or (are_copies and are_single and are_apart)
+    same_layout = peer.layout in (None, ours.layout) or are_same_bytes
+    # Heads of other ranks are one piece of a layer's block in HND, and where they are alone.
+    inner = inner_layout(ours.layout) if ours.layout in NAMED_LAYOUTS else ours.inner_layout
     same_heads = peer.tp_size == ours.tp_size or (
         (inner == "HND" or not ours.has_heads or are_copies or has_one_head(ours, peer))
         and not has_ranks_unmet(ours, peer)

@@ -21,7 +21,12 @@ from kvpatch.peer.block_shapes import (
 from kvpatch.peer.remote_ranks import check_state_sizes, undivided
 from kvpatch.worker.cache_kinds import RING, Holds, Kind
 from kvpatch.worker.kv_cache_groups import transferred_groups
-from kvpatch.worker.local_geometry import named_heads_of, totals_of
+from kvpatch.worker.local_geometry import (
+    missed_page,
+    named_heads_of,
+    readers_of_regions,
+    totals_of,
+)
 from kvpatch.worker.recurrent_state import StateDivision
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Holder, SharedRows, regions_of
@@ -71,6 +76,7 @@ class UnreadCache:
         row_parts: into how many parts the release cuts a block that is a row of all layers, none
             of which is a block of fewer tokens; None of other caches.
         stages: the stages of this engine's pipeline, each of which has some of the layers.
+        missed_layer: a layer whose page the release reads from no P; empty where it reads all.
     """
 
     block_tokens: int
@@ -92,6 +98,7 @@ class UnreadCache:
     heads: PlannedHeads = PlannedHeads()
     row_parts: int | None = None
     stages: int = 1
+    missed_layer: str = ""
 
     def sizes_on(self, ranks: int) -> set[tuple[int, ...]]:
         """Returns what our states would take on a rank of so many; nothing where nobody knows."""
@@ -112,6 +119,12 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             "use KVPATCH_HOST_BUFFER=never",
         )
     refuse_other_rows(facts, local.backend, remote.backend)
+    if local.missed_layer:
+        raise PeerRefused(
+            f"layer {local.missed_layer} begins where one of another cache group does, and this "
+            "vLLM reads its blocks in part, or not at all (from 0.30 on)",
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on both sides",
+        )
     tokens = remote.block_tokens or local.block_tokens
     same_tokens, same_ranks = tokens == local.block_tokens, remote.tp_size == local.tp_size
     same_layout = remote.layout in (None, local.layout)
@@ -309,6 +322,26 @@ def planned_heads(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> PlannedH
         and len(pages) > 1
         and release.stated_layout in LAYERS_INSIDE_BLOCKS,
     )
+
+
+# --- pages that no region has ----------------------------------------------------------------
+
+
+def missed_layer(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> str:
+    """Returns a layer of heads whose page the release reads from no P, or ""."""
+    worker, facts = release.worker, release.facts
+    if not facts.names_regions or release.stated_layout not in LAYERS_INSIDE_BLOCKS:
+        return ""
+    # Of rings and of MLA's rows more is known elsewhere; a mirror has other addresses.
+    if worker._is_csa_linear or worker.use_mla or worker.use_host_buffer:
+        return ""
+    pages = {
+        layer: (cache.data_ptr(), cache[0].nbytes)
+        for layer, cache in worker.device_kv_caches.items()
+        if layer in worker._layer_specs and kinds[layer].holds is Holds.ROWS
+    }
+    readers = readers_of_regions(release)
+    return missed_page(pages, release.addresses, release.region_block_bytes, readers) or ""
 
 
 # --- smaller blocks, which the release joins to larger ones ---------------------------------

@@ -28,7 +28,7 @@ from kvpatch.geometry.layout_strides import (
 )
 from kvpatch.geometry.plane import Content, Memory, Plane
 from kvpatch.worker.cache_kinds import Holds
-from kvpatch.worker.kv_cache_groups import packed_groups, reserves_slots
+from kvpatch.worker.kv_cache_groups import packed_groups, reserves_slots, transferred_groups
 from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import (
     LayerCache,
@@ -141,6 +141,8 @@ class LocalGeometry:
         tiles_on_amx: whether the CPU backend has such items in tiles there.
         dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
         region_names: the layer that each region is named after; None in releases <= 0.29.
+        readers: the layers for whose blocks the release reads each region, None for all; empty
+            where that is so of all regions (<= 0.29, one region, recurrent state).
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None in releases <= 0.28, and where keys and values are regions of their
             own.
@@ -176,6 +178,7 @@ class LocalGeometry:
     key_order: KeyOrder
     facts: ReleaseFacts
     region_names: tuple[str, ...] | None = None
+    readers: tuple[frozenset[str] | None, ...] = ()
     units: tuple[tuple[str, ...], ...] | None = None
     cross_layer_groups: tuple[tuple[str, ...], ...] | None = None
     kernel_sizes: KernelBlockSizes | None = None
@@ -246,16 +249,12 @@ class LocalGeometry:
         """True if the release would read less of a layer's blocks than they hold.
 
         From 0.30 on layers of several groups that begin in one place of a block have the region
-        of one of them, whose pages may be the smaller.
+        of one of them, whose pages may be the smaller, or which may be of another group.
         """
         if self.layout not in LAYERS_INSIDE_BLOCKS:
             return False
-        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
-        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
-        return not all(
-            any(low <= start and start + size <= high for low, high in regions)
-            for start, size in pages
-        )
+        pages = {n: (c.planes[0].address, page_bytes_of(c)) for n, c in self.layers.items()}
+        return missed_page(pages, self.addresses, self.block_bytes, self.readers) is not None
 
     def __str__(self) -> str:
         return (
@@ -298,12 +297,46 @@ def local_geometry_of(
         state_bytes=release.state_bytes,
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
+        readers=readers_of_regions(release),
         units=units,
         cross_layer_groups=(
             None if units is None else cross_layer_groups_of(release, layers, layout)
         ),
         kernel_sizes=kernel_block_sizes(release),
     )
+
+
+def readers_of_regions(release: ReleaseWorker) -> tuple[frozenset[str] | None, ...]:
+    """Returns the layers for whose blocks each region is read, None for all; empty if all are."""
+    worker, facts = release.worker, release.facts
+    if not facts.names_regions or worker._has_mamba or not worker._uses_region_group_mapping:
+        return ()
+    groups = transferred_groups(worker.kv_cache_config, facts)
+    layers = [frozenset(group.layer_names) for group in groups]
+    return tuple(None if number < 0 else layers[number] for number in worker.region_group_ids)
+
+
+def missed_page(
+    pages: Mapping[str, tuple[int, int]],
+    addresses: Sequence[int],
+    block_bytes: Sequence[int],
+    readers: Sequence[frozenset[str] | None],
+) -> str | None:
+    """Returns a layer whose page is in no region that is read for its blocks.
+
+    Args:
+        pages: by layer, where its first page begins, and its bytes.
+        readers: as of :class:`LocalGeometry`.
+    """
+    read_for = readers or (None,) * len(addresses)
+    regions = tuple(zip(addresses, block_bytes, read_for, strict=True))
+    for layer, (start, size) in pages.items():
+        if not any(
+            low <= start and start + size <= low + length and (of is None or layer in of)
+            for low, length, of in regions
+        ):
+            return layer
+    return None
 
 
 #: The names that configurations have for KV heads, of some layers or of all.

@@ -116,9 +116,21 @@ def misread_states(
             continue
         for order in (kv_caches, in_order(kv_caches)):  # 0.29's, and later ones'
             first = next(one for one in order if kv_caches[one].data_ptr() == cache.data_ptr())
-            if first not in attention or not kv_caches[first][0].is_contiguous():
+            if first not in attention or not _is_region(release, kv_caches[first][0]):
                 return True
     return False
+
+
+def _is_region(release: ReleaseWorker, page: Any) -> bool:
+    """True if the release makes a region of a layer's page, and not of the row that it is in.
+
+    0.29 compares strides, even that of a single head. It has rows of MLA in one piece.
+    """
+    if release.facts.names_regions:
+        return bool(page.is_contiguous())
+    sizes, strides = tuple(page.shape), tuple(page.stride())
+    is_dense = len(sizes) == 3 and strides == (sizes[1] * sizes[2], sizes[2], 1)
+    return is_dense and not release.worker.use_mla
 
 
 @contextmanager

@@ -172,6 +172,10 @@ class EngineSpec:
             raise ValueError("patches are named but patched is False")
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
+        if self.layout in ("LHBNC", "BHLNC") and (
+            self.has_state or self.window_shape or self.full_shape or self.draft_shape
+        ):
+            raise ValueError(f"vLLM takes no {self.layout} for blocks of several shapes")
         cuts = self.lookahead_tokens or self.step_tokens != 2048 or self.answer_tokens != 1
         if self.block_tokens % self.parts:
             raise ValueError(f"blocks of {self.block_tokens} tokens cut into {self.parts}")

@@ -95,6 +95,20 @@ def test_a_draft_model_that_each_rank_has_whole(
     assert patched.descriptors == stock.descriptors
 
 
+@pytest.mark.parametrize("ranks", [(1, 2), (4, 8), (2, 2)])
+def test_a_draft_models_single_head_in_the_other_order(lab: Lab, ranks: tuple[int, int]) -> None:
+    """Beside latents: vLLM compares no layouts, and one head has the same bytes in both."""
+    model = replace(MODELS["latents"], draft_shape=(1, 16), block_tokens=32)
+    sides = (
+        replace(model, tp_size=size, layout=layout)
+        for size, layout in zip(ranks, ("HND", "NHD"), strict=True)
+    )
+    case = Case(f"one head on {ranks}", *sides, 150)
+
+    lab.run(case).must_be("identical")
+    lab.on_d(case).must_be("identical")
+
+
 @pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
 @pytest.mark.parametrize(("ranks", "heads"), [((1, 2), 1), ((2, 4), 2)])
 @pytest.mark.on(since="0.32")

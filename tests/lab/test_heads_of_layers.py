@@ -47,7 +47,7 @@ _SEVERAL = "layers of several shapes or numbers of KV heads"
 
 
 def _case(model: str, ranks: tuple[int, int], layout: str = "HND") -> Case:
-    engine = replace(MODELS[model], layout=layout, packs_pages=layout == "BLHNC")
+    engine = replace(MODELS[model], layout=layout, packs_pages=layout in ("BLHNC", "BLNHC"))
     sides = (replace(engine, tp_size=size) for size in ranks)
     return Case(f"{model}, {ranks}, {layout}", *sides, 150)
 
@@ -157,6 +157,26 @@ def test_a_share_of_pages_of_several_sizes(lab: Lab, model: str, ranks: tuple[in
 
     assert lab.run(case).outcome == "corrupt"
     lab.on_d(case).must_be("refused", _SEVERAL)
+
+
+@pytest.mark.on(since="0.30")
+@pytest.mark.parametrize(("model", "layout"), [("wide, few heads", "BLNHC"), ("wide", "BLHNC")])
+@pytest.mark.parametrize("shared", [0, 1], ids=["read", "unread"])
+def test_a_region_of_another_group(lab: Lab, model: str, layout: str, shared: int) -> None:
+    """In BLNHC a page of one head has a region, and a page of several at its place has none.
+
+    A cache that kvpatch does not read into is refused then.
+    """
+    case = _case(model, (1, 1), layout)
+    sides = (replace(side, sharing_layers=shared) for side in (case.prefill, case.decode))
+    case = Case(case.name, *sides, 257)
+    misses = layout == "BLNHC"
+
+    lab.run(case).must_be("corrupt" if misses else "identical")
+    if misses and shared:
+        lab.on_d(case).must_be("refused", "of another cache group")
+    else:
+        lab.on_d(case).must_be("identical", moved=257)
 
 
 # -- caches that vLLM alone reads -----------------------------------------------------------------

@@ -7,9 +7,12 @@ has P compute all tokens but the last (from 0.19 on): the state is the one behin
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from packaging.version import Version
+
+from kvpatch.core.releases import FACTS
 
 from .case import Case, EngineSpec, StateMode
 from .host import Lab
@@ -193,3 +196,21 @@ def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
         stock = lab.run(case.stock())
         stock.must_be("corrupt")
         assert stock.wrong_elements > 0
+
+
+@pytest.mark.on(names_layouts=True)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"layout": "BLNHC", "kv_heads": 1}, id="one head"),
+        pytest.param({"layout": "BLHNC", "family": "mla", "head_dim": 64}, id="latents"),
+    ],
+)
+def test_rows_of_pages_in_one_piece(lab: Lab, changes: dict[str, Any]) -> None:
+    """0.29 makes a region of a whole row of these, and looks for states elsewhere."""
+    spec = replace(_spec(""), state_kind="gated delta net", **changes)
+    case = Case("rows", spec, spec, _PROMPT_TOKENS)
+
+    is_wrong = not FACTS[lab.release].names_regions
+    lab.run(case.stock()).must_be("corrupt" if is_wrong else "identical")
+    lab.run(case.patched()).must_be("identical")

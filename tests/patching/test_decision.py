@@ -439,6 +439,9 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, AgentMetadata, Any]] = {
         replace(UNREAD, misreads_smaller="misreads them"),
         replace(PEER, block_tokens=64), Stock,
     ),
+    "a page that no region has": (
+        replace(UNREAD, missed_layer="layers.3"), PEER, "VLLM_KV_CACHE_LAYOUT=LBHNC",
+    ),
     "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), PEER, Stock),
     "a mirror of latents": (
         replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(PEER, tp_size=8), Stock,

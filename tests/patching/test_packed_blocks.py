@@ -94,23 +94,31 @@ class MambaSpec:
     page_size_bytes = _PAGE
 
 
-def _caches(*order: str, dense: bool = True, row_bytes: int = 2 * _PAGE) -> dict[str, torch.Tensor]:
+def _caches(
+    *order: str, dense: bool = True, row_bytes: int = 2 * _PAGE, heads: int = 4
+) -> dict[str, torch.Tensor]:
     """Attention and a state at the beginning of each row, by the layers' names."""
     pool = torch.zeros(_BLOCKS * row_bytes, dtype=torch.int8)
-    strides = (row_bytes, 128, 32, 1) if dense else (row_bytes, 32, 128, 1)
+    strides = (row_bytes, 128, 32, 1) if dense else (row_bytes, 32, 32 * heads, 1)
     views = {
-        "attention": torch.as_strided(pool, (_BLOCKS, 4, 4, 32), strides),
+        "attention": torch.as_strided(pool, (_BLOCKS, heads, 4, 32), strides),
         "state": torch.as_strided(pool, (_BLOCKS, 1, 1, 400), (row_bytes, 400, 400, 1)),
     }
     return {name: views[name.split(".")[-1]] for name in order}
 
 
 def _is_misread(
-    caches: dict[str, torch.Tensor], layout: str = "BLHNC", *, is_linear: bool = False
+    caches: dict[str, torch.Tensor],
+    layout: str = "BLHNC",
+    release: str = "0.29.0",
+    *,
+    is_linear: bool = False,
+    use_mla: bool = False,
 ) -> bool:
     states = {name for name in caches if name.endswith("state")}
     worker = worker_of(
-        "0.29.0",
+        release,
+        use_mla=use_mla,
         kv_cache_layout=layout,
         _is_csa_linear=is_linear,
         _layer_specs={name: MambaSpec() if name in states else object() for name in caches},
@@ -136,6 +144,23 @@ def test_a_state_whose_region_has_another_stride_is_misread(
     order: tuple[str, ...], dense: bool
 ) -> None:
     assert _is_misread(_caches(*order, dense=dense))
+
+
+@pytest.mark.parametrize(("release", "misreads"), [("0.29.0", True), ("0.30.0", False)])
+def test_0_29_takes_a_single_heads_page_in_blnhc_for_the_whole_row(
+    release: str, misreads: bool
+) -> None:
+    caches = _caches("0.attention", "1.state", dense=False, heads=1)
+
+    assert _is_misread(caches, "BLNHC", release) is misreads
+
+
+@pytest.mark.parametrize(("release", "misreads"), [("0.29.0", True), ("0.30.0", False)])
+def test_0_29_has_rows_of_latents_in_one_piece(release: str, misreads: bool) -> None:
+    caches = _caches("0.attention", "1.state", heads=1)
+
+    assert not _is_misread(caches, release=release)
+    assert _is_misread(caches, release=release, use_mla=True) is misreads
 
 
 def test_pages_one_behind_the_other_are_not_misread() -> None:

@@ -30,6 +30,8 @@ from kvpatch.worker.local_geometry import (
     KernelBlockSizes,
     LocalGeometry,
     cross_layer_groups_of,
+    missed_page,
+    readers_of_regions,
     units_of,
 )
 from kvpatch.worker.registered_caches import read_layers
@@ -531,3 +533,41 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
         return
     assert isinstance(found, PeerRefused)
     assert "drafted tokens" in found.reason
+
+
+_A, _B = frozenset("a"), frozenset("b")
+
+
+@pytest.mark.parametrize(
+    ("readers", "missed"),
+    [
+        ((), None),
+        ((None, None), None),
+        ((None, _B), None),
+        ((None, _A), "b"),  # the region at b's page is of another group
+        ((_B, None), "a"),
+    ],
+)
+def test_a_page_is_missed_where_no_region_is_read_for_its_group(readers, missed):
+    pages = {"a": (0, 64), "b": (64, 64)}
+
+    assert missed_page(pages, (0, 64), (64, 64), readers) == missed
+    assert missed_page({"b": (64, 128)}, (0, 64), (64, 64), readers) == "b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers", "readers"),
+    [
+        ({}, [-1, 1], (None, _B)),
+        ({"_has_mamba": True}, [-1, 1], ()),
+        ({"_uses_region_group_mapping": False}, [0, 0], ()),
+    ],
+)
+def test_the_readers_of_regions_are_the_layers_of_their_groups(changes, numbers, readers):
+    groups = [SimpleNamespace(layer_names=[name]) for name in "ab"]
+    stated = {"_has_mamba": False, "_uses_region_group_mapping": True, **changes}
+    plan = SimpleNamespace(kv_cache_groups=groups, transfer_groups=groups)
+    worker = worker_of("0.33.0", region_group_ids=numbers, kv_cache_config=plan, **stated)
+
+    assert readers_of_regions(worker) == readers
+    assert readers_of_regions(worker_of("0.29.0")) == ()
