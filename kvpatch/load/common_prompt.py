@@ -257,7 +257,8 @@ def _held_of_longer(
     named = _counted_blocks(scheduler, params, facts)
     if named is None or not peers.knows(engine_id):
         return PlannedLoad(end, end)
-    blocks, (_, window) = len(named), window_alone(scheduler) or (0, 0)
+    alone = window_alone(scheduler) if facts.has_cache_groups else None
+    blocks, window = len(named), alone[1] if alone else 0
     # Of windows alone P names the end of its list: so many blocks may be of any longer prompt.
     is_end = window > 0 and blocks > -(-window // block_tokens)
     if is_end or blocks * block_tokens >= end:
