@@ -288,7 +288,8 @@ def check() -> None:
         SettingsError: one cannot be taken.
     """
     for name, parse in _PARSERS.items():
-        parse(name, os.environ.get(name, "").strip())
+        if name != SIDE_CHANNEL_KEY:  # a file, which is read where a connector is imported
+            parse(name, os.environ.get(name, "").strip())
 
 
 def errors(given: Mapping[str, str] | None = None) -> list[str]:

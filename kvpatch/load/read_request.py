@@ -40,7 +40,8 @@ class ReadRequest:
         hit_tokens: the tokens of D's own prefix hit; None where the length of a list says it.
         waited: seconds since D got the request, by the scheduler's clock; None where unknown.
         is_read_back: True if a P reads an earlier turn back from a D.
-        is_counted: True if P itself says how many tokens it holds (from 0.21 on).
+        spare_slots: how many slots P's blocks may have behind the tokens that it says it holds,
+            beside one block; None where it says no count (<= 0.20).
         stated: what P's answer says for checks, by field.
         is_guarded: True if a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
@@ -55,7 +56,7 @@ class ReadRequest:
     hit_tokens: int | None = None
     waited: float | None = None
     is_read_back: bool = False
-    is_counted: bool = False
+    spare_slots: int | None = None
     stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     is_to_fail: bool = False
@@ -95,6 +96,9 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
     # out where the load was planned, of what the scheduler knew of the peer then.
     may_guard = not (is_push(scheduler) or state.has_stock_workers)
     stages = _counted_stages(scheduler, facts) if may_guard else 1
+    # Slots for drafts, and the blocks of drafts that were rejected, as many as D's at most.
+    speculative = scheduler.vllm_config.speculative_config
+    spare = 1 + 2 * int(speculative.num_speculative_tokens or 0) if speculative else 0
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
@@ -114,7 +118,7 @@ def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: A
             ),
             waited=waits.since(request.arrival_time),
             is_read_back=bool(parameters.get("do_remote_decode")),
-            is_counted=stated_tokens(parameters) is not None,
+            spare_slots=None if stated_tokens(parameters) is None else spare,
             stated=stated_for_checks(parameters) if has_load else {},
             is_to_fail=request in state.of(FailingLoads),
             stages=stages,

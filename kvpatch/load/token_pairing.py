@@ -198,15 +198,17 @@ def _remote_blocks(
     block_tokens = tokens[number]
     parts = peer.kernel_blocks_per_block or 1
     found = request.remote_blocks[number]
-    held = -(-request.remote_tokens // (block_tokens * parts))
-    # One more has slots for tokens to come.
-    if request.is_counted and groups[number].spans_prompt and len(found) > held + 1:
-        raise ReadRefused(
-            f"the request names {len(found)} blocks of engine {peer.engine_id} for "
-            f"{request.remote_tokens} tokens, which fill {held} of its blocks: it has been started "
-            "again with another --block-size since it answered",
-            "send the prompt to P again",
-        )
+    size = block_tokens * parts
+    held = -(-request.remote_tokens // size)
+    if request.spare_slots is not None and groups[number].spans_prompt:
+        most = -(-(request.remote_tokens + request.spare_slots) // size) + 1
+        if len(found) > most:
+            raise ReadRefused(
+                f"the request names {len(found)} blocks of engine {peer.engine_id} for "
+                f"{request.remote_tokens} tokens, which fill {held} of its blocks: it has been "
+                "started again with another --block-size since it answered",
+                "send the prompt to P again",
+            )
     if groups[number].window_tokens:
         # Groups have equally many blocks, slots for drafted tokens included (<= 0.24),
         # and a window's list is the end of them. Where blocks are unlike nobody drafts.

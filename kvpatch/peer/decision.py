@@ -225,7 +225,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     # Beside MLA a draft model's may be whole on each rank.
     are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
     # Single heads are, too, and beside MLA the release compares no layouts.
-    are_single = ours.has_heads and all(own == 1 for _, own in ours.heads_of_layers)
+    are_single = ours.has_heads and {own for _, own in ours.heads_of_layers} == {1}
     are_apart = {peer.layout, ours.layout} <= set(LAYER_BY_LAYER)
     are_same_bytes = are_latents or (are_copies and are_single and are_apart)
     same_layout = peer.layout in (None, ours.layout) or are_same_bytes

@@ -71,7 +71,8 @@ def test_a_load_that_was_judged_before_or_that_p_writes_is_open(
     """
     monkeypatch.setattr(read_request, "is_guarded", lambda *_: True)
     parallel = SimpleNamespace(pipeline_parallel_size=2)
-    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    scheduler = SimpleNamespace(vllm_config=config)
     if is_push:
         scheduler._push_pending_registrations = {}
     state = scheduler_state(scheduler)

@@ -29,7 +29,8 @@ class _Request:
 def _entry(stages: int, *, has_stock_workers: bool = False) -> Any:
     """Returns the entry of a load, with what D's scheduler writes on it."""
     parallel = SimpleNamespace(pipeline_parallel_size=stages)
-    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    scheduler = SimpleNamespace(vllm_config=config)
     state = scheduler_state(scheduler)
     state.has_stock_workers = has_stock_workers
     request = _Request()
