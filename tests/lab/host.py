@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -63,13 +64,32 @@ class Engine:
         self._connection, self.pid, self._log = connection, pid, log
         self.kind = kind
         self._written = 0
+        self._last_test = ""
+
+    def rest(self) -> None:
+        """Notes which test it served, for the day on which it dies without a call."""
+        self._last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
+
+    def has_died(self) -> bool:
+        """Whether an idle process has ended by itself: warns of it, with what it wrote.
+
+        Its engine was shut down by then, so that no test's result depends on it. A thread of
+        NIXL's that ends behind the shutdown can still end the process.
+        """
+        if not self._connection.poll(0):  # an idle one sends nothing: it is the end of the stream
+            return False
+        warnings.warn(
+            f"an engine process died behind {self._last_test}\n{self.tail()}", stacklevel=2
+        )
+        return True
 
     def send(self, method: str, *arguments: Any) -> None:
-        self._written = self._log.stat().st_size if self._log.exists() else 0
+        written = self._log.stat().st_size if self._log.exists() else 0
         try:
             self._connection.send((method, arguments))
-        except OSError as error:
+        except OSError as error:  # it says why behind the call before
             raise Crashed(f"before {method}: {error!r}\n{self.tail()}") from error
+        self._written = written
 
     def receive(self, method: str) -> Any:
         if not self._connection.poll(_CALL_SECONDS):
@@ -205,6 +225,8 @@ class Lab:
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""
         kind = (spec.patched, spec.patches, spec.settings)
+        for dead in [engine for engine in self._idle if engine.has_died()]:
+            self.discard(dead)
         found = next((engine for engine in self._idle if engine.kind == kind), None)
         if found is None:
             found = self._fork(kind)
@@ -222,6 +244,7 @@ class Lab:
         for engine in engines:
             self._hired.remove(engine)
             self._idle.append(engine)
+            engine.rest()
         while len(self._idle) > _MOST_IDLE:
             self._idle.pop(0).kill()
 
