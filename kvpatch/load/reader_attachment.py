@@ -254,7 +254,11 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
         return True
     # A peer's pages follow from its regions: each layer's begin where a region does.
     begins = {pages.address for pages in own.states.values()}
-    return release.stated_layout in LAYER_BY_LAYER and begins <= {*release.addresses}
+    # From 0.30 on a region has the stride of the latents that begin there.
+    has_heads = any(layer.has_heads for layer in own.cache[0].values())
+    is_strided = release.facts.names_regions and not has_heads
+    is_by_layer = release.stated_layout in LAYER_BY_LAYER or is_strided
+    return is_by_layer and begins <= {*release.addresses}
 
 
 def _local_geometry(

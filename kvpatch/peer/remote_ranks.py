@@ -52,7 +52,9 @@ def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, Remote
     sizes_of = {name: _sizes_on(ranks[0], ours, own) for name, own in ours.states.items()}
     if peer.form is None and {*sizes_of.values()} != {peer.state_bytes}:
         raise _other_sizes(peer.state_bytes, {*sizes_of.values()})
-    if peer.form is None and peer.layout not in LAYER_BY_LAYER:
+    # Beside MLA alone a state has the stride of the layer that begins there (from 0.30 on).
+    is_strided = peer.region_names is not None and not ours.has_heads
+    if peer.form is None and peer.layout not in LAYER_BY_LAYER and not is_strided:
         raise PeerRefused(
             f"recurrent state is not read from layout {peer.layout}",
             "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",

@@ -8,7 +8,8 @@ are right.
 **Recurrent state between the layers of a block** (from 0.29, BLNHC and BLHNC). The release steps
 from block to block of a state by the state's own page. But a block of all layers lies between the
 two, so that it sends other layers' bytes, without an error. The step is right only where attention
-of another group begins in the same place and is registered first.
+of another group begins in the same place and is registered first, or is MLA (from 0.30 on), whose
+step the release takes whatever was registered before.
 
 **Recurrent state beside steps that are under way** (<= 0.25, vLLM #37285, #45357 and #48481). Under
 asynchronous scheduling a step begins before the one before it is over. When P's bytes are there
@@ -43,6 +44,7 @@ from kvpatch.worker.registered_caches import LayerCache
 from kvpatch.worker.release_worker import ReleaseWorker
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+_LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 def mend_block_size(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> bool:
@@ -115,8 +117,10 @@ def misread_states(
         if cache.stride(0) * cache.element_size() == int(spec.page_size_bytes):
             continue
         for order in (kv_caches, in_order(kv_caches)):  # 0.29's, and later ones'
-            first = next(one for one in order if kv_caches[one].data_ptr() == cache.data_ptr())
-            if first not in attention or not _is_region(release, kv_caches[first][0]):
+            there = [one for one in order if kv_caches[one].data_ptr() == cache.data_ptr()]
+            latent = (one for one in there if type(specs.get(one)).__name__ in _LATENT)
+            owner = next(latent, there[0]) if release.facts.names_regions else there[0]
+            if owner not in attention or not _is_region(release, kv_caches[owner][0]):
                 return True
     return False
 

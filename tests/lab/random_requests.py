@@ -111,6 +111,8 @@ class SimulatedEngine(CoreScheduler):
         #: Requests whose blocks are kept for a peer, and those that the scheduler is to let go of.
         self.kept: list[str] = []
         self._let_go: list[str] = []
+        #: Requests of which the peer has said so before this scheduler says that it keeps them.
+        self._early: set[str] = set()
         self._all_blocks = self.free_blocks()
         scheduler = release.nixl_of(self.connector).connector_scheduler
         self.facts: ReleaseFacts = scheduler_state(scheduler).facts
@@ -151,6 +153,8 @@ class SimulatedEngine(CoreScheduler):
             if name in self.kept:
                 self.kept.remove(name)
                 self._let_go.append(name)
+            elif name not in self._let_go:
+                self._early.add(name)
 
     def advance(self) -> int:
         """Takes a step; returns how many requests had something computed."""
@@ -162,6 +166,7 @@ class SimulatedEngine(CoreScheduler):
             else:
                 self.unneeded.append(name)
         self.kept += metadata.reqs_to_send
+        self.let_go(*self._early.intersection(metadata.reqs_to_send))
         computed = []
         for name, count in output.num_scheduled_tokens.items():
             tracked = self._tracked[name]

@@ -214,3 +214,40 @@ def test_rows_of_pages_in_one_piece(lab: Lab, changes: dict[str, Any]) -> None:
     is_wrong = not FACTS[lab.release].names_regions
     lab.run(case.stock()).must_be("corrupt" if is_wrong else "identical")
     lab.run(case.patched()).must_be("identical")
+
+
+LATENTS = replace(
+    _spec(""), layout="BLHNC", family="mla", head_dim=64, state_kind="kimi delta attention"
+)
+#: P and D of models with latents beside states, which stock reads whatever is registered first.
+PAIRS = {
+    "alike": (LATENTS, LATENTS),
+    "BLNHC": (replace(LATENTS, layout="BLNHC"), replace(LATENTS, layout="BLNHC")),
+    "to LBHNC": (LATENTS, replace(LATENTS, layout="LBHNC")),
+    "from LBHNC": (replace(LATENTS, layout="LBHNC"), LATENTS),
+    "of two ranks": (replace(LATENTS, tp_size=2), LATENTS),
+}
+
+
+@pytest.mark.on(names_regions=True)
+@pytest.mark.parametrize("state_first", [True, False])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_states_in_rows_of_latents(lab: Lab, pair: str, state_first: bool) -> None:
+    """Stock takes the stride of the latents that begin where a state does (from 0.30 on)."""
+    p, d = (replace(side, state_first=state_first) for side in PAIRS[pair])
+    case = Case(pair, p, d, _PROMPT_TOKENS)
+
+    lab.run(case.stock()).must_be("identical")
+    lab.run(case).must_be("identical")
+    lab.on_d(case).must_be("identical")
+    lab.run(replace(case, decode=replace(d, patched=False))).must_be("identical")
+
+
+@pytest.mark.on(names_regions=True)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_states_in_rows_of_smaller_latents(lab: Lab, pair: str) -> None:
+    p, d = (replace(side, state_first=True) for side in PAIRS[pair])
+
+    case = Case(pair, p, replace(d, block_tokens=64), _PROMPT_TOKENS)
+
+    lab.run(case).must_be("identical")
