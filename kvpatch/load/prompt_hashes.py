@@ -5,8 +5,8 @@ tokens up to its place, so that the last equal one tells how far the prompts are
 also covers images by the name of their content, and the LoRA adapter: both change keys and values.
 
 Some routers send D the tokens of a prompt with images and not the images, or embeddings of noise in
-their place, or an image's size alone. Such a D can only load: what it computed itself would be of
-no image, and an image of which it has the size alone ends its engine. For it P states a second
+their place, or an image's size or name alone. Such a D can only load: what it computed itself would
+be of no image, and an image of which it has no content ends its engine. For it P states a second
 chain, over the tokens alone.
 """
 
@@ -18,6 +18,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import starmap
 from pathlib import PurePath
 from typing import Any
 
@@ -175,7 +176,7 @@ def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
 
 
 def absent_images(scheduler: Any, request: Any) -> int:
-    """Returns the tokens up to the end of the last image of which D has metadata alone; 0 for none.
+    """Returns the tokens up to the end of the last image of which D has no content; 0 for none.
 
     The engine ends if it computes that image. None is absent where an encoder sends D the
     embeddings (EC consumer).
@@ -186,9 +187,18 @@ def absent_images(scheduler: Any, request: Any) -> int:
     places = (
         image.mm_position
         for image in getattr(request, "mm_features", None) or ()
-        if image.data and METADATA.issuperset(image.data)
+        if image.data is None or (image.data and all(starmap(_is_metadata, image.data.items())))
     )
     return max((place.offset + place.length for place in places), default=0)
+
+
+def _is_metadata(name: str, element: Any) -> bool:
+    """True if a field of an image tells of its size alone, not of what it shows.
+
+    From 0.20 on a client of ``/inference/v1/generate`` may name an image alone, and from 0.30 on
+    send its metadata and what models keep in the host's memory: counts, masks and sizes.
+    """
+    return name in METADATA or getattr(getattr(element, "field", None), "keep_on_cpu", False)
 
 
 def lacks_images(scheduler: Any, request: Any) -> bool:

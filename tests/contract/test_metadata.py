@@ -62,6 +62,30 @@ def test_the_field_that_is_added_is_there() -> None:
     assert f'["{_ADDED}"] = ' in (cache.tree(RELEASES[-1]) / path).read_text()
 
 
+def fields_of(release: str, name: str) -> set[str]:
+    """The fields that a class of a release's images declares."""
+    text = (cache.tree(release) / "vllm/multimodal/inputs.py").read_text()
+    (found,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return {
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+@pytest.mark.usefixtures("trees")
+def test_a_field_tells_that_it_stays_in_the_hosts_memory() -> None:
+    """Where clients may send such fields alone (from 0.30 on)."""
+    for release in RELEASES[RELEASES.index("0.30.0") :]:
+        assert "field" in fields_of(release, "MultiModalFieldElem")
+        assert "keep_on_cpu" in fields_of(release, "BaseMultiModalField")
+    assert "keep_on_cpu" not in fields_of("0.12.0", "BaseMultiModalField")
+
+
 def test_a_new_field_is_noticed() -> None:
     text = """
 class Parser:

@@ -25,7 +25,7 @@ _LONGEST_TEXT = 700
 
 
 def _image(offset: int, identifier: str, data: tuple[str, ...] | None = ("pixel_values",)) -> Any:
-    """Fake: data is None where D's front end knows that its engine has it."""
+    """Fake: data is None where D's client sent a name alone (`/inference/v1/generate`)."""
     return SimpleNamespace(
         identifier=identifier,
         mm_position=SimpleNamespace(offset=offset, length=6),
@@ -143,7 +143,6 @@ def test_who_has_images_or_needs_none_lacks_none() -> None:
     tokens, image = list(range(100)), _image(40, "cat")
     given = _image(40, "cat", ("image_embeds",))
     for at_p, at_d in (
-        ((image,), (_image(40, "dog", None),)),
         ((image,), (_image(40, "dog", _PHI),)),
         ((image,), (_NOISE, _image(60, "dog"))),
         ((given,), (given,)),
@@ -209,6 +208,35 @@ def test_an_image_without_its_embeddings_is_loaded(
     assert stated.common_tokens(request, names_images=named, absent=absent) == 100
 
 
+def _on_cpu(*names: str) -> dict[str, Any]:
+    """Fake: fields that a model keeps in the host's memory."""
+    return dict.fromkeys(names, SimpleNamespace(field=SimpleNamespace(keep_on_cpu=True)))
+
+
+@pytest.mark.parametrize(
+    ("data", "absent"),
+    [
+        (None, 46),
+        (_on_cpu("image_num_patches"), 46),
+        (_on_cpu("feature_attention_mask") | {"audio_feature_lengths": None}, 46),
+        (_on_cpu("grid_thws") | {"pixel_values": None}, 0),
+        (_on_cpu("grid_thws") | {"pixel_values": SimpleNamespace(field=None)}, 0),
+    ],
+)
+def test_an_image_of_a_name_or_of_its_metadata_alone_is_loaded(data: Any, absent: int) -> None:
+    """D's client may send either to `/inference/v1/generate`: what computes it ends the engine."""
+    tokens, image = list(range(100)), _image(40, "cat")
+    stated = state_prompt(_request(tokens, images=(image,)), 100, names_images=True)
+    at_d = _image(40, "cat")
+    at_d.data = data
+    request = _request(tokens, images=(at_d,))
+    request.kv_transfer_params = {FIELD: str(stated)}
+
+    assert absent_images(_engine(), request) == absent
+    assert lacks_images(_engine(), request) is bool(absent)
+    assert stated.common_tokens(request, names_images=True, absent=absent) == 100
+
+
 @pytest.mark.parametrize(
     ("first", "common"), [("cat", 48), ("hash of the metadata", 100)], ids=["uuid", "hash"]
 )
@@ -230,7 +258,7 @@ def test_no_image_is_absent_whose_content_comes_or_is_there() -> None:
     tokens = list(range(100))
     of_encoder = _request(tokens, images=(_image(40, "cat", ("image_grid_thw",)),))
     assert absent_images(_engine(has_encoder=True), of_encoder) == 0
-    for data in (None, (), ("address",), ("image_grid_thw", "pixel_values"), _NOISE.data):
+    for data in ((), ("address",), ("image_grid_thw", "pixel_values"), _NOISE.data):
         assert absent_images(_engine(), _request(tokens, images=(_image(40, "cat", data),))) == 0
     assert absent_images(_engine(), SimpleNamespace()) == 0
     stated = state_prompt(_request(tokens, images=(_image(40, "cat"),)), 100, names_images=True)
