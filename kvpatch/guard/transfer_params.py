@@ -129,14 +129,17 @@ def checked(params: object, facts: ReleaseFacts, limits: RequestLimits) -> dict[
 
 
 def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestLimits) -> None:
-    request_id = (_REQUEST_ID,) if facts.names_remote_request else ()
+    # Where P writes, D may be asked before P has answered, and looks at no name of P's.
+    is_unnamed = limits.is_push and params.get(_REQUEST_ID, 0) in (None, "")
+    has_name = facts.names_remote_request and not is_unnamed
+    request_id = (_REQUEST_ID,) if has_name else ()
     for name in (*_ADDRESS, *request_id, "tp_size" if limits.is_push else _BLOCKS):
         if params.get(name) is None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}", AS_ANSWERED)
     host, port = params["remote_host"], params["remote_port"]
     _check_text("remote_engine_id", params["remote_engine_id"], _ENGINE_ID_LENGTH)
-    if facts.names_remote_request:
+    if has_name:
         # It has what P's client made of it (X-Request-Id).
         _check_text(_REQUEST_ID, params[_REQUEST_ID], _REQUEST_ID_LENGTH, but=("Cs",))
         if params[_REQUEST_ID].startswith(_NOT_READS):

@@ -184,6 +184,23 @@ def test_in_push_mode_no_blocks_are_named() -> None:
         checked(params, _FORM, pushes)
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_in_push_mode_no_request_of_ps_is_named(name: str | None) -> None:
+    """A proxy may ask D before P has answered. The release takes a null, and ends without any."""
+    params = {**_OWN, "remote_request_id": name}
+    pushes = RequestLimits(max_model_len=1024, is_push=True)
+
+    checked(params, _FORM, pushes)
+    with pytest.raises(ParamsRefused, match="remote_request_id is"):
+        checked(params, _FORM, _LIMITS)
+    for wrong in ({}, 0, ["a name"]):
+        with pytest.raises(ParamsRefused, match="remote_request_id is"):
+            checked({**params, "remote_request_id": wrong}, _FORM, pushes)
+    del params["remote_request_id"]
+    with pytest.raises(ParamsRefused, match="remote_request_id is missing"):
+        checked(params, _FORM, pushes)
+
+
 def test_as_many_blocks_as_a_prompt_can_have() -> None:
     """P may hold more than D is asked: D loads what both prompts have in common, and tells P."""
     checked({**_OWN, "remote_block_ids": [list(range(1024 + 64))]}, _FORM, _LIMITS)
