@@ -221,8 +221,8 @@ def _refuse_copies_of_all_groups(release: ReleaseWorker) -> None:
         raise RegistrationRefused(
             f"this model has {groups} cache groups (sliding windows), and this vLLM's own host "
             "buffer copies what it loads for one over another's layers (from 0.30 on)",
-            "set KVPATCH_HOST_BUFFER=always on both sides, or "
-            "--disable-hybrid-kv-cache-manager on both",
+            "set --disable-hybrid-kv-cache-manager on both sides, or (not in push mode) "
+            "KVPATCH_HOST_BUFFER=always on both",
         )
 
 
