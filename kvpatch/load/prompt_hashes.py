@@ -7,7 +7,7 @@ also covers images by the name of their content, and the LoRA adapter: both chan
 Some routers send D the tokens of a prompt with images and not the images, or embeddings of noise in
 their place, or an image's size or name alone. Such a D can only load: what it computed itself would
 be of no image, and an image of which it has no content ends its engine. For it P states a second
-chain, without the images.
+chain, over the tokens alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ METADATA = frozenset(
         "use_audio_in_video",
     )
 )
-#: Adapters that vLLM chooses by what a prompt holds (``--default-mm-loras``) have these names.
-_CHOSEN = frozenset(("image", "video", "audio"))
 #: What vLLM calls a chunk of a video that its client has not named; behind an adapter's name.
 _DRAWN = re.compile(r"(?s:.*:)?[0-9a-f]{16}-[0-9]+")
 _FORM = re.compile(
@@ -64,7 +62,7 @@ class StatedPrompt:
         prompt_tokens: of these, the ones that P was sent.
         chain: the hashes at :func:`_places`, one behind the other; empty where P cannot name
             its contents (embeddings, images without a name).
-        token_chain: the same without images, where the prompt has some; else empty.
+        token_chain: the same over the tokens alone, where the prompt has images; else empty.
     """
 
     tokens: int
@@ -94,7 +92,7 @@ class StatedPrompt:
             is_without = bool(self.token_chain) and absent > (by_name or 0)
         else:
             is_without = self.lacks_images(request)
-        return self._common_without(tokens, request) if is_without else by_name
+        return self._common(self.token_chain, tokens) if is_without else by_name
 
     def lacks_images(self, request: Any) -> bool:
         """True if a request has not got images of what it has in common: D cannot compute it.
@@ -109,7 +107,7 @@ class StatedPrompt:
         if not all(image.data and not _EMBEDDINGS.isdisjoint(image.data) for image in images):
             return False
         if not images:
-            by_tokens = self._common_without(tokens, request)
+            by_tokens = self._common(self.token_chain, tokens)
             return not self.chain or by_tokens > self._common(self.chain, tokens, request)
         places = self._places(tokens)
         return not places or self._common(self.chain, tokens, request) != places[-1]
@@ -118,16 +116,12 @@ class StatedPrompt:
         every = _places(self.tokens, self.prompt_tokens)
         return [place for place in every if place <= len(tokens)]
 
-    def _common_without(self, tokens: list[int], request: Any) -> int:
-        return self._common(self.token_chain, tokens, request, with_images=False)
-
-    def _common(
-        self, chain: bytes, tokens: list[int], request: Any, *, with_images: bool = True
-    ) -> int:
+    def _common(self, chain: bytes, tokens: list[int], request: Any = None) -> int:
         """Returns the last place up to which a chain has the hashes of these tokens."""
         found, places = 0, self._places(tokens)
-        hashes = _hashes(tokens, places, request, with_images=with_images)
-        for number, (place, own) in enumerate(zip(places, hashes, strict=True)):
+        for number, (place, own) in enumerate(
+            zip(places, _hashes(tokens, places, request), strict=True)
+        ):
             if own != chain[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
                 break
             found = place
@@ -161,9 +155,9 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
         known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
     tokens = min(tokens, len(known))
     places = _places(tokens, prompt_tokens)
-    by_name = _hashes(known, places, request) if is_named else ()
-    without = _hashes(known, places, request, with_images=False) if has_images else ()
-    return StatedPrompt(tokens, prompt_tokens, b"".join(by_name), b"".join(without))
+    chain = b"".join(_hashes(known, places, request)) if is_named else b""
+    token_chain = b"".join(_hashes(known, places)) if has_images else b""
+    return StatedPrompt(tokens, prompt_tokens, chain, token_chain)
 
 
 def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
@@ -248,21 +242,19 @@ def _has_name(image: Any) -> bool:
     return bool(image.identifier) and not (is_chunk and _DRAWN.fullmatch(image.identifier))
 
 
-def _hashes(
-    tokens: list[int], places: list[int], request: Any, *, with_images: bool = True
-) -> Iterator[bytes]:
+def _hashes(tokens: list[int], places: list[int], request: Any = None) -> Iterator[bytes]:
     """Yields the hash of a request's first tokens, for each of these numbers of tokens.
 
     Args:
-        with_images: whether its images count, and an adapter that vLLM has chosen by them.
+        request: whose images and adapter count. Without one tokens alone do: vLLM may choose an
+            adapter by the kind of an image.
     """
-    adapter, name = request.lora_request, None
-    if adapter is not None and (with_images or adapter.lora_name not in _CHOSEN):
-        # Other weights have another path, of which P may see another part.
+    adapter = None if request is None else request.lora_request
+    name = None
+    if adapter is not None:  # other weights have another path, of which P may see another part
         name = adapter.lora_name, PurePath(adapter.lora_path or "").name
-    features = getattr(request, "mm_features", ()) if with_images else ()
     total = sha256(repr(name).encode())
-    images = sorted(features, key=lambda image: image.mm_position.offset)
+    images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
     ids = _as_array(tokens[: places[-1]] if places else [])
     start = 0
     for place in places:

@@ -166,7 +166,9 @@ class SimulatedEngine(CoreScheduler):
             else:
                 self.unneeded.append(name)
         self.kept += metadata.reqs_to_send
-        self.let_go(*self._early.intersection(metadata.reqs_to_send))
+        early = self._early.intersection(metadata.reqs_to_send)
+        self._early -= early
+        self.let_go(*early)
         computed = []
         for name, count in output.num_scheduled_tokens.items():
             tracked = self._tracked[name]
