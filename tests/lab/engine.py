@@ -108,6 +108,7 @@ class Engine:
         self.registrations = 0
         #: Descriptors prepared at handshakes, of peers' memory and of this engine's.
         self.prepared = 0
+        self._counting = threading.Lock()
         #: (address, bytes) of what NIXL was handed, the staging pools included, but for the
         #: tables.
         self.registered: list[tuple[int, int]] = []
@@ -292,27 +293,31 @@ class Engine:
         make, register = agent.make_prepped_xfer, agent.register_memory
         initialize, prepare = agent.initialize_xfer, agent.prep_xfer_dlist
 
+        def count_up(name: str, count: int) -> None:
+            with self._counting:  # each rank shakes hands in a thread of its own
+                setattr(self, name, getattr(self, name) + count)
+
         def make_prepped_xfer(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("local_indices", args[2] if len(args) > 2 else ())
-            self.descriptors += len(ids)
+            count_up("descriptors", len(ids))
             return make(*args, **kwargs)
 
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
             found = [descs[i][:2] for i in range(descs.descCount())]
-            self.registrations += sum(length not in _TABLES for _, length in found)
+            count_up("registrations", sum(length not in _TABLES for _, length in found))
             self.registered += [one for one in found if one[1] not in _TABLES]
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:
             is_probe, is_word = args[1] == agent.name, local[0][1] == WORD_BYTES
             if not (is_probe or is_word):
-                self.descriptors += local.descCount()
+                count_up("descriptors", local.descCount())
             return initialize(operation, local, *args, **kwargs)
 
         def prep_xfer_dlist(name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
             count = getattr(descs, "descCount", None)
             # Rows of (address, bytes, device, stride, count), from 0.33.
-            self.prepared += int(descs[:, 4].sum()) if count is None else count()
+            count_up("prepared", int(descs[:, 4].sum()) if count is None else count())
             return prepare(name, descs, *args, **kwargs)
 
         agent.make_prepped_xfer, agent.register_memory = make_prepped_xfer, register_memory

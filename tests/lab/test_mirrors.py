@@ -102,7 +102,7 @@ def test_copies_of_another_dimension_are_refused(lab: Lab, spec: EngineSpec) -> 
     report = lab.run(_case((spec.on(), spec.on())))
 
     if Version(lab.release) < Version("0.23"):
-        report.must_be("refused", "set KVPATCH_HOST_BUFFER=always")
+        report.must_be("refused", "KVPATCH_HOST_BUFFER=always on both")
         spec = replace(spec, settings=POOL.settings)
         report = lab.run(_case((spec.on(), spec.on())))
     report.must_be("identical")
@@ -121,7 +121,7 @@ def test_several_cache_groups_are_right_or_refused(lab: Lab, layout: str) -> Non
     pairs = [(spec, spec.on()), (spec.on(), spec.on())]
     for report in [lab.run(_case(pair)) for pair in pairs]:
         if is_wrong:
-            report.must_be("refused", "set KVPATCH_HOST_BUFFER=always")
+            report.must_be("refused", "KVPATCH_HOST_BUFFER=always on both")
         else:
             report.must_be("identical")
     pool = replace(spec, patched=True, settings=POOL.settings)

@@ -110,12 +110,13 @@ def test_who_lacks_ps_images_is_not_computed() -> None:
     stale_blocks.compute_again(scheduler, found)
     assert found.invalid_block_ids == {10, 11}
     assert not scheduler.failed_recving_kv_req_ids
-    image = SimpleNamespace(data={"image_grid_thw": None})
+    image = SimpleNamespace(data=None)
     image.mm_position = SimpleNamespace(offset=0, length=1)
     request.mm_features = [image]
-    stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
-    assert not scheduler.failed_recving_kv_req_ids, "it ends the engine"
-    image.data = None
+    for image.data in (None, {"image_grid_thw": None}):
+        stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
+        assert not scheduler.failed_recving_kv_req_ids, "it ends the engine"
+    image.data = {"pixel_values": None}
     stale_blocks.compute_again(scheduler, output({10, 11, "a"}))
     assert scheduler.failed_recving_kv_req_ids == {"a"}
 
