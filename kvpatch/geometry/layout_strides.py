@@ -219,3 +219,8 @@ def are_split(planes: Sequence[Plane]) -> bool:
     first = planes[0]
     reach = first.strides_bytes.block * first.counts.blocks
     return len(planes) > 1 and max(starts) - min(starts) >= reach
+
+
+def tells_states(layout: str | None, *, names_regions: bool, has_heads: bool) -> bool:
+    """True if regions have the strides of states: inside blocks, those of latents (from 0.30)."""
+    return layout in LAYER_BY_LAYER or (names_regions and not has_heads)

@@ -16,7 +16,7 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.proxies import AgentProxy, replaced
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.layout_strides import tells_states
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import CheckMakers, Loads, Reader
 from kvpatch.peer.agent_metadata import places_digest
@@ -254,11 +254,10 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
         return True
     # A peer's pages follow from its regions: each layer's begin where a region does.
     begins = {pages.address for pages in own.states.values()}
-    # From 0.30 on a region has the stride of the latents that begin there.
+    layout, names_regions = release.stated_layout, release.facts.names_regions
     has_heads = any(layer.has_heads for layer in own.cache[0].values())
-    is_strided = release.facts.names_regions and not has_heads
-    is_by_layer = release.stated_layout in LAYER_BY_LAYER or is_strided
-    return is_by_layer and begins <= {*release.addresses}
+    is_told = tells_states(layout, names_regions=names_regions, has_heads=has_heads)
+    return is_told and begins <= {*release.addresses}
 
 
 def _local_geometry(

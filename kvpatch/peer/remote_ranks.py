@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.layout_strides import tells_states
 from kvpatch.geometry.plane import HeadName, Plane, names_of_heads, planes_without
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 from kvpatch.peer.agent_metadata import AgentMetadata
@@ -52,9 +52,9 @@ def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, Remote
     sizes_of = {name: _sizes_on(ranks[0], ours, own) for name, own in ours.states.items()}
     if peer.form is None and {*sizes_of.values()} != {peer.state_bytes}:
         raise _other_sizes(peer.state_bytes, {*sizes_of.values()})
-    # Beside MLA alone a state has the stride of the layer that begins there (from 0.30 on).
-    is_strided = peer.region_names is not None and not ours.has_heads
-    if peer.form is None and peer.layout not in LAYER_BY_LAYER and not is_strided:
+    names_regions = peer.region_names is not None
+    is_told = tells_states(peer.layout, names_regions=names_regions, has_heads=ours.has_heads)
+    if peer.form is None and not is_told:
         raise PeerRefused(
             f"recurrent state is not read from layout {peer.layout}",
             "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",

@@ -118,6 +118,7 @@ def misread_states(
             continue
         for order in (kv_caches, in_order(kv_caches)):  # 0.29's, and later ones'
             there = [one for one in order if kv_caches[one].data_ptr() == cache.data_ptr()]
+            # A ring has no heads either, and is none of those.
             latent = (one for one in there if type(specs.get(one)).__name__ in _LATENT)
             owner = next(latent, there[0]) if release.facts.names_regions else there[0]
             if owner not in attention or not _is_region(release, kv_caches[owner][0]):

@@ -64,24 +64,12 @@ class Engine:
         self._connection, self.pid, self._log = connection, pid, log
         self.kind = kind
         self._written = 0
-        self._last_test = ""
-
-    def rest(self) -> None:
-        """Notes which test it served, for the day on which it dies without a call."""
-        self._last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        #: The test that it has served, as long as it is idle.
+        self.last_test = ""
 
     def has_died(self) -> bool:
-        """Whether an idle process has ended by itself: warns of it, with what it wrote.
-
-        Its engine was shut down by then, so that no test's result depends on it. A thread of
-        NIXL's that ends behind the shutdown can still end the process.
-        """
-        if not self._connection.poll(0):  # an idle one sends nothing: it is the end of the stream
-            return False
-        warnings.warn(
-            f"an engine process died behind {self._last_test}\n{self.tail()}", stacklevel=2
-        )
-        return True
+        """Whether an idle process has ended: it sends nothing but the end of its stream."""
+        return self._connection.poll(0)
 
     def send(self, method: str, *arguments: Any) -> None:
         written = self._log.stat().st_size if self._log.exists() else 0
@@ -225,7 +213,12 @@ class Lab:
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""
         kind = (spec.patched, spec.patches, spec.settings)
+        # Their engines were shut down by then, and no test's result depends on them. A thread of
+        # NIXL's that ends behind a shutdown can still end the process.
         for dead in [engine for engine in self._idle if engine.has_died()]:
+            warnings.warn(
+                f"an engine process died behind {dead.last_test}\n{dead.tail()}", stacklevel=2
+            )
             self.discard(dead)
         found = next((engine for engine in self._idle if engine.kind == kind), None)
         if found is None:
@@ -244,7 +237,7 @@ class Lab:
         for engine in engines:
             self._hired.remove(engine)
             self._idle.append(engine)
-            engine.rest()
+            engine.last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
         while len(self._idle) > _MOST_IDLE:
             self._idle.pop(0).kill()
 

@@ -94,6 +94,10 @@ class MambaSpec:
     page_size_bytes = _PAGE
 
 
+class MLAAttentionSpec:
+    pass
+
+
 def _caches(
     *order: str, dense: bool = True, row_bytes: int = 2 * _PAGE, heads: int = 4
 ) -> dict[str, torch.Tensor]:
@@ -116,12 +120,13 @@ def _is_misread(
     use_mla: bool = False,
 ) -> bool:
     states = {name for name in caches if name.endswith("state")}
+    attention = MLAAttentionSpec() if use_mla else object()
     worker = worker_of(
         release,
         use_mla=use_mla,
         kv_cache_layout=layout,
         _is_csa_linear=is_linear,
-        _layer_specs={name: MambaSpec() if name in states else object() for name in caches},
+        _layer_specs={name: MambaSpec() if name in states else attention for name in caches},
     )
     return misread_states(worker, caches, caches.keys() - states)
 
@@ -161,6 +166,9 @@ def test_0_29_has_rows_of_latents_in_one_piece(release: str, misreads: bool) -> 
 
     assert not _is_misread(caches, release=release)
     assert _is_misread(caches, release=release, use_mla=True) is misreads
+    first = _caches("0.state", "1.attention", heads=1)
+    assert _is_misread(first, release=release, use_mla=True) is misreads
+    assert _is_misread(first, release=release)
 
 
 def test_pages_one_behind_the_other_are_not_misread() -> None:
