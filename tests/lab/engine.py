@@ -108,7 +108,7 @@ class Engine:
         self.registrations = 0
         #: Descriptors prepared at handshakes, of peers' memory and of this engine's.
         self.prepared = 0
-        self._counting = threading.Lock()
+        self._counters_lock = threading.Lock()
         #: (address, bytes) of what NIXL was handed, the staging pools included, but for the
         #: tables.
         self.registered: list[tuple[int, int]] = []
@@ -294,7 +294,7 @@ class Engine:
         initialize, prepare = agent.initialize_xfer, agent.prep_xfer_dlist
 
         def count_up(name: str, count: int) -> None:
-            with self._counting:  # each rank shakes hands in a thread of its own
+            with self._counters_lock:  # each rank shakes hands in a thread of its own
                 setattr(self, name, getattr(self, name) + count)
 
         def make_prepped_xfer(*args: Any, **kwargs: Any) -> Any:
