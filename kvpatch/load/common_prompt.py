@@ -49,6 +49,8 @@ _SENTENCES = {
     "KVPATCH_REQUIRE_TOKENS=true computes such prompts here",
     Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
     "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
+    Prompt.UNFILLED: "is computed here: its smaller blocks would fill a block of a sliding window "
+    "in part, which another connector of this engine may store. Give P and D one block size",
 }
 _NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", HOLD)
 
@@ -63,6 +65,8 @@ class PromptLoads:
     _waiting: WeakKeyDictionary[Any, ReferenceType[Any]] = field(default_factory=WeakKeyDictionary)
     #: What was logged of each peer.
     told: RecentEngines[bool] = field(default_factory=RecentEngines)
+    #: True if other connectors may store this engine's blocks, by the hashes of their tokens.
+    has_company: bool = False
     #: Requests that need none of P's blocks, and those that P may write, by their tokens: what is
     #: asked in each step until there are blocks for them.
     _unneeded: WeakSet[Any] = field(default_factory=WeakSet)
@@ -105,6 +109,8 @@ class PromptLoads:
             if absent_images(scheduler, request) > max(load.tokens, computed):
                 load = load._replace(tokens=computed + count)
                 state.of(FailingLoads).add(request)
+            elif self.has_company and fills_in_part(scheduler, request):
+                load, kind = load._replace(tokens=0), Prompt.UNFILLED
             planned[request] = load
             state.book.add(PROMPTS, 1, kind.value)
             engine_id = str(params.get("remote_engine_id"))
@@ -373,10 +379,12 @@ def _names_more_blocks(
 def fills_in_part(scheduler: Any, request: Any) -> bool:
     """True if P's blocks are smaller: the first of a window may begin inside one of D's."""
     params, facts = request.kv_transfer_params or {}, scheduler_state(scheduler).facts
-    if not params.get("remote_block_ids") or not has_windows(scheduler.kv_cache_config):
+    if not params.get("remote_block_ids") or not facts.has_cache_groups:
         return False
     held = stated_tokens(params) or prefilled_tokens(scheduler, request, facts)
-    return _names_more_blocks(scheduler, params, held, facts)
+    return has_windows(scheduler.kv_cache_config, held) and _names_more_blocks(
+        scheduler, params, held, facts
+    )
 
 
 # --- context parallelism, which no handshake states <= 0.28 ------------------------------

@@ -56,6 +56,7 @@ class Prompt(str, Enum):
     UNSTATED = "unstated"
     REFUSED = "refused"
     AGAIN = "again"
+    UNFILLED = "unfilled"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ PROMPTS = Metric(
     "counter",
     "Prompts that D would load, by what P states of their tokens: all that both hold is the same, "
     "a part is, nothing is stated, or nothing and the prompt is computed for it; again: an earlier "
-    "request carried the same answer of P, and nothing is loaded.",
+    "request carried the same answer of P, and nothing is loaded; unfilled: it is computed, since "
+    "another connector would store a block that P's smaller ones fill in part.",
     "prompt",
     tuple(prompt.value for prompt in Prompt),
     is_of_scheduler=True,

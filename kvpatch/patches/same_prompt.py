@@ -22,7 +22,8 @@ How:
     it counts on the token behind, and D computes the last one again. P keeps it (from 0.21), and D
     loads one token less, for which vLLM has that block. 0.18 to 0.23 it gives a cache group's loads
     blocks of a later group's prefix hit (vLLM #33775): D holds the hits of all groups first.
-    Where P's smaller blocks fill D's first one of a window in part, D caches it for nobody.
+    Where P's smaller blocks fill D's first one of a window in part, D caches it for nobody, and
+    computes the prompt if it has other connectors beside, which would store it.
     A request with an answer that another one has loaded already loads nothing: the prefix cache has
     the prompt.
     A D that was sent P's tokens without P's images cannot compute them: hashes over the tokens
@@ -57,6 +58,7 @@ from kvpatch.worker.envelope import answer
 from kvpatch.worker.kv_cache_groups import first_in_windows, has_plain_windows
 from kvpatch.worker.state import (
     connector_scheduler,
+    connectors_of,
     held_by,
     is_push,
     scheduler_state,
@@ -157,6 +159,15 @@ def _hold_all_hits(
         instance.block_pool.free_blocks(held)
 
 
+def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
+    """Tells the connector's scheduler whether it has others beside it."""
+    if request.kv_transfer_params and len(list(connectors_of(instance))) > 1:
+        for scheduler in schedulers_of(instance):
+            if hasattr(scheduler, "_reqs_need_recv"):  # the connector's own
+                scheduler_state(scheduler).of(PromptLoads).has_company = True
+    return wrapped(request)
+
+
 def _cache_whole_blocks(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     """Takes the first block of a window out of D's prefix cache, if P's smaller ones fill a part.
 
@@ -207,6 +218,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         found[seams.remove_skipped_blocks(facts)] = partial(_keep_first_key, facts.window_end)
     if facts.has_cache_groups:
         found[seams.update_waiting_for_remote_kv(facts)] = _cache_whole_blocks
+        found[seams.add_request(facts)] = _add_request
     if facts.allocates_before_holding:
         found[seams.allocate_new_computed_blocks(facts)] = _hold_all_hits
     if facts.takes_longest_hit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedCaches
@@ -184,9 +185,9 @@ def still_has(
     return True
 
 
-def has_windows(plan: Any) -> bool:
-    """True if some layers of a plan look at a window of a prompt."""
-    return any(_window_tokens(group.kv_cache_spec) for group in plan.kv_cache_groups)
+def has_windows(plan: Any, tokens: float = inf) -> bool:
+    """True if some layers of a plan look at a window that so many tokens fill."""
+    return any(0 < _window_tokens(group.kv_cache_spec) <= tokens for group in plan.kv_cache_groups)
 
 
 def first_in_windows(manager: Any, request_id: str) -> Iterator[tuple[Any, Any]]:

@@ -153,6 +153,8 @@ class EngineSpec:
     load_failure_policy: str = ""
     #: Whether the connector is one of a MultiConnector's.
     in_multi: bool = False
+    #: Whether an OffloadingConnector beside it in the MultiConnector stores its blocks.
+    stores_blocks: bool = False
     #: What the platform calls its device; empty for what the release can take for a CPU.
     device: str = ""
     #: Whether no element is a NaN, of which XLA makes one.

@@ -113,7 +113,7 @@ _SHUT_DOWN_SECONDS = 2.0
 
 def _serve(connection: Connection) -> None:
     from .player import Player
-    from .random_requests import play_at_random
+    from .random_requests import play_at_random, play_store
 
     engine: Any = None
     is_left = False
@@ -126,6 +126,8 @@ def _serve(connection: Connection) -> None:
         try:
             if method == "start":
                 engine, result = Player(*arguments), None
+            elif method == "play_store":
+                result = play_store(*arguments)
             elif method == "play_at_random":
                 result = play_at_random(*arguments)
             else:

@@ -172,7 +172,11 @@ class CoreScheduler:
     def free_blocks(self) -> int:
         return int(self._core.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def worker_metadata(self) -> Any:
+        """What the workers of another connector report with a step."""
+
     def _update(self, computation: Computation) -> None:
+        of_workers = self.worker_metadata()
         sent, self._read = self._read, set()
         loaded, self._loaded = self._loaded, set()
         failed, self._failed = self._failed, set()
@@ -204,6 +208,7 @@ class CoreScheduler:
                 "finished_recving": loaded,
                 "failed_recving": failed,  # from 0.30
                 "invalid_block_ids": invalid,  # from 0.11.1
+                "kv_connector_worker_meta": of_workers,
             }
             output = of_release.KVConnectorOutput
             wanted["kv_connector_output"] = output(**accepted(output, said))

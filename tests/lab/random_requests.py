@@ -25,6 +25,7 @@ from kvpatch.load.token_pairing import filled_state, state_block
 from kvpatch.worker.state import scheduler_state
 
 from . import release, standins
+from .block_store import STATE, BlockStore
 from .case import EngineSpec
 from .core import CoreScheduler
 from .release import accepted
@@ -36,8 +37,6 @@ _MOST_TOKENS, _MOST_REQUESTS, _MOST_RUNNING = 150, 33, 6
 _STEPS, _LAST_STEPS = 200, 1500
 #: D's leases of answered turns end after so many of the last steps.
 _LEASE_STEPS = 300
-#: The slot of a block with recurrent state.
-_STATE = -1
 #: A token that no model answers with.
 _EDIT = 97
 
@@ -103,6 +102,7 @@ class SimulatedEngine(CoreScheduler):
         self._texts: dict[str, Text] = {}
         #: By block and slot, the mark of what is there.
         self._marks: dict[tuple[int, int], int | None] = {}
+        self.store = BlockStore() if spec.stores_blocks else None
         #: Steps that are computed, and of which the scheduler has not heard.
         self._under_way: list[Computation] = []
         #: Loads under way, by their request, and requests that need nothing of the peer's.
@@ -160,6 +160,9 @@ class SimulatedEngine(CoreScheduler):
         """Takes a step; returns how many requests had something computed."""
         output = self._core.schedule()
         metadata = output.kv_connector_metadata
+        if self.store is not None:
+            metadata, of_store = metadata.metadata
+            self.store.step(of_store, self._marks)
         for name, entry in metadata.reqs_to_recv.items():
             if any(map(any, groups(entry.local_block_ids))):
                 self.loads.append((name, entry))
@@ -219,7 +222,14 @@ class SimulatedEngine(CoreScheduler):
 
     def _place(self, table: list[int], size: int, number: int, token: int) -> tuple[int, int]:
         block = table[token // size] if token // size < len(table) else 0
-        return block, _STATE if self._are_states[number] else token % size
+        return block, STATE if self._are_states[number] else token % size
+
+    def worker_metadata(self) -> Any:
+        if self.store is None:
+            return None
+        received, self.store.received = self.store.received, set()
+        self.loaded(received)
+        return self.store.worker_metadata()
 
     def _answered(self, tracked: Tracked, place: int) -> list[int]:
         request = tracked.request
@@ -241,7 +251,7 @@ class SimulatedEngine(CoreScheduler):
                 source = state_block(remote, found.remote_tokens, of_peer)
                 if target is None or source is None:
                     raise Wrong(f"{self.name}: {name} loads a state of {remote} into {local}")
-                self._marks[target, _STATE] = peer._marks.get((source, _STATE))
+                self._marks[target, STATE] = peer._marks.get((source, STATE))
                 continue
             # Lists end with the last token; P's begins with the first one, but in a window.
             first = -(-found.tokens // size) - len(local)
@@ -455,4 +465,29 @@ def play_at_random(play: Play, seed: int) -> Counter[str]:
     """
     traffic = Traffic(play, seed)
     traffic.run()
+    return traffic.seen
+
+
+def play_store(play: Play, tokens: int) -> Counter[str]:
+    """Plays a prompt of P's, and at D, whose prefix cache is empty again, all that begin so.
+
+    D has the blocks of a longer one in the store. Raises and returns as ``play_at_random``.
+    """
+    traffic = Traffic(play, 1)
+    prefill, decode, prompt = traffic.prefill, traffic.decode, [*range(3, 3 + tokens)]
+    prefill.take("p", prompt, dict(TO_BE_READ), 1)
+    while prefill.live():
+        prefill.advance()
+    decode.take("d", prompt, prefill.answer("p"), 1)
+    for count in range(tokens, 0, -1):
+        while decode.live():
+            decode.advance()
+            for name, entry in decode.loads:
+                decode.fill(name, prefill, read_request_of(entry))
+                decode.loaded({name})
+                traffic.seen["loaded"] += 1
+            decode.loads.clear()
+        decode.forget()
+        decode.take(f"own{count}", prompt[:count], None, 1)
+    traffic.seen["copied back"] = 0 if decode.store is None else decode.store.copied_back
     return traffic.seen

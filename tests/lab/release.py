@@ -26,6 +26,12 @@ from .layer_kinds import KINDS
 from .states import States
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
+#: A connector that stores blocks in the memory of its host.
+_OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26},
+}
 
 # What engines import beside what the connector does, where a release has it: a fork should not
 # pay for it again.
@@ -350,7 +356,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     outer = {
         "kv_connector": "MultiConnector",
         "kv_role": role,
-        "kv_connector_extra_config": {"connectors": [nixl]},
+        "kv_connector_extra_config": {"connectors": [nixl, *[_OFFLOADING] * spec.stores_blocks]},
     }
     transfer = KVTransferConfig(**(outer if spec.in_multi else nixl), engine_id=engine_id)
     config = VllmConfig(

@@ -96,6 +96,20 @@ def test_loads_that_are_recomputed(lab: Lab) -> None:
     _play(lab, "recomputed")
 
 
+@pytest.mark.on(since="0.28")  # else: its store's scheduler half has other fields
+@pytest.mark.parametrize(("block_tokens", "loads"), [(16, 1), (32, 0)])
+def test_windows_that_another_connector_stores(lab: Lab, block_tokens: int, loads: int) -> None:
+    """Blocks of P's that fill one of D's in part are in no store; all tokens are P's or D's own."""
+    spec = replace(_WINDOWS, block_tokens=block_tokens, in_multi=True, stores_blocks=True)
+    engine = lab.hire(spec)
+    for tokens in (40, 57, 90):
+        seen = engine.call("play_store", Play(_WINDOWS, spec), tokens)
+        assert not isinstance(seen, Failure), seen.trace
+        assert seen["loaded"] == loads
+        assert seen["copied back"]
+    lab.dismiss(engine)
+
+
 @pytest.mark.on(prefill_count=True)  # else: P computes a prompt's last token, and D loads no state
 def test_states(lab: Lab) -> None:
     _play(lab, "states")
