@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.core.releases import ReleaseFacts
@@ -29,7 +29,6 @@ from kvpatch.geometry.layout_strides import (
 from kvpatch.geometry.plane import Content, Memory, Plane
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.kv_cache_groups import packed_groups, reserves_slots, transferred_groups
-from kvpatch.worker.recurrent_state import StatePages
 from kvpatch.worker.registered_caches import (
     LayerCache,
     backend_of_layer,
@@ -37,6 +36,9 @@ from kvpatch.worker.registered_caches import (
     page_bytes_of,
 )
 from kvpatch.worker.release_worker import ReleaseWorker
+
+if TYPE_CHECKING:
+    from kvpatch.worker.recurrent_state import StatePages
 
 _LOG = logging.getLogger("kvpatch.registration")
 
