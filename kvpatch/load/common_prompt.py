@@ -109,7 +109,7 @@ class PromptLoads:
             if absent_images(scheduler, request) > max(load.tokens, computed):
                 load = load._replace(tokens=computed + count)
                 state.of(FailingLoads).add(request)
-            elif self.has_company and fills_in_part(scheduler, request):
+            elif self._is_unfilled(scheduler, request):
                 load, kind = load._replace(tokens=0), Prompt.UNFILLED
             planned[request] = load
             state.book.add(PROMPTS, 1, kind.value)
@@ -119,6 +119,11 @@ class PromptLoads:
                 self.told[key] = True
                 _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), sentence)
         return max(0, planned[request].tokens - computed)
+
+    def _is_unfilled(self, scheduler: Any, request: Any) -> bool:
+        """True if another connector may store what P fills in part, and D can compute it."""
+        can_compute = self.has_company and not lacks_images(scheduler, request)
+        return can_compute and fills_in_part(scheduler, request)
 
     def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
         """Returns the first request with this answer of P; None if that one is over.

@@ -17,7 +17,8 @@ How:
     (``kvpatch_prompt``, one text of 0.5 KB). D finds the last place where its own prompt has the
     same hash, loads up to there, and has vLLM compute the rest. A model with recurrent state loads
     all or nothing (0.24 to 0.26 its prefix hit is what all of its layers have: vLLM goes by the
-    longest), and one with sliding windows nothing that P may have let go of. Stock lets go of a
+    longest), and one with sliding windows nothing that P may have let go of. Of an answer whose
+    steps had drafts only workers know the block with its state: none is loaded. Stock lets go of a
     block too many on both sides where the first key that the prompt's last token looks at ends it:
     it counts on the token behind, and D computes the last one again. P keeps it (from 0.21), and D
     loads one token less, for which vLLM has that block. 0.18 to 0.23 it gives a cache group's loads
@@ -55,12 +56,17 @@ from kvpatch.load.common_prompt import PromptLoads, fills_in_part
 from kvpatch.load.prompt_hashes import FIELD, names_images, state_prompt
 from kvpatch.load.read_request import held_tokens
 from kvpatch.worker.envelope import answer
-from kvpatch.worker.kv_cache_groups import first_in_windows, has_plain_windows
+from kvpatch.worker.kv_cache_groups import (
+    first_in_windows,
+    has_drafted_states,
+    has_plain_windows,
+)
 from kvpatch.worker.state import (
     connector_scheduler,
     connectors_of,
     held_by,
     is_push,
+    nixl_connectors_of,
     scheduler_state,
     schedulers_of,
 )
@@ -112,6 +118,10 @@ def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
             held = held_tokens(request, params, prompt_alone=state.is_host_buffered)
             if state.facts.loads_whole_blocks_only:  # 0.10.0 names no others
                 held -= held % int(scheduler.block_size)
+            if request.num_output_tokens > 1 and has_drafted_states(scheduler, state.facts):
+                held -= 1  # a state is loaded where it stands behind all of them
+                if params.get("do_remote_decode"):  # a turn, which P reads back by this count
+                    params = {**params, "remote_num_tokens": 0}
             params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
         return keeps_blocks, params
 
@@ -162,9 +172,8 @@ def _hold_all_hits(
 def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     """Tells the connector's scheduler whether it has others beside it."""
     if request.kv_transfer_params and len(list(connectors_of(instance))) > 1:
-        for scheduler in schedulers_of(instance):
-            if hasattr(scheduler, "_reqs_need_recv"):  # the connector's own
-                scheduler_state(scheduler).of(PromptLoads).has_company = True
+        for connector in nixl_connectors_of(instance):
+            scheduler_state(connector.connector_scheduler).of(PromptLoads).has_company = True
     return wrapped(request)
 
 

@@ -51,7 +51,13 @@ from kvpatch.guard.transfer_params import (
     is_of_another,
     loads_nothing,
 )
-from kvpatch.worker.state import connectors_of, engine_state, is_push, scheduler_state
+from kvpatch.worker.state import (
+    connectors_of,
+    engine_state,
+    is_push,
+    nixl_connectors_of,
+    scheduler_state,
+)
 
 _LOG = logging.getLogger("kvpatch.transfer_params")
 
@@ -116,20 +122,17 @@ def _may_load(transfer: Any) -> bool:
 def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
     """Replaces a request's parameters by their checked form, or by none where they are refused."""
     facts = engine_state(instance).facts
-    connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
-    connectors = list(connectors_of(instance))
+    first = next(connectors_of(instance), None)
     # One that was refused is here to tell P of it: its prompt may be longer than any of ours.
     is_refused = getattr(request, "abort_immediately", False)
     most = sys.maxsize if is_refused else int(instance.max_model_len)
-    for each in connectors:
-        if not isinstance(each, connector):
-            continue
+    for each in nixl_connectors_of(instance):
         scheduler = each.connector_scheduler
         limits = RequestLimits(most, is_push(scheduler), allowed_peers().allows)
         try:
             request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
         except ParamsRefused as error:
-            if is_of_another(request.kv_transfer_params) and each is not connectors[0]:
+            if is_of_another(request.kv_transfer_params) and each is not first:
                 continue  # the one before it is asked first
             request.kv_transfer_params = None
             if is_refused:

@@ -141,6 +141,15 @@ def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
     return any(_is_kind(spec, _STATE) for spec in _planned_specs(scheduler, facts))
 
 
+def has_drafted_states(scheduler: Any, facts: ReleaseFacts) -> bool:
+    """True if a step with drafts has a state for each of them, in blocks of their own.
+
+    Which of these goes on behind the tokens that were taken only the workers know.
+    """
+    specs = (one for spec in _planned_specs(scheduler, facts) for one in _members(spec))
+    return any(getattr(one, "num_speculative_blocks", 0) for one in specs)
+
+
 def _planned_specs(scheduler: Any, facts: ReleaseFacts) -> list[Any]:
     plan = scheduler.kv_cache_config if facts.has_cache_groups else None
     return [] if plan is None else [group.kv_cache_spec for group in plan.kv_cache_groups]

@@ -6,6 +6,7 @@ have nothing in common.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,6 +117,13 @@ def connectors_of(core: Any) -> Iterator[Any]:
     connector = getattr(core, "connector", None)
     if connector is not None:
         yield from getattr(connector, "_connectors", None) or (connector,)
+
+
+def nixl_connectors_of(core: Any) -> Iterator[Any]:
+    """Of these, the ones that are NIXL's."""
+    place = engine_state(core).facts.connector
+    kind = vars(sys.modules[place.module])[place.owner]
+    return (connector for connector in connectors_of(core) if isinstance(connector, kind))
 
 
 def schedulers_of(core: Any) -> Iterator[Any]:

@@ -113,6 +113,8 @@ class EngineSpec:
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
+    #: Drafts of a step, for each of which it has a block with the state behind it.
+    drafted_states: int = 0
     #: Slots of a ring of keys; as many as its kind has where it is 0.
     ring_tokens: int = 0
     #: Of the only block of recurrent state that a request has: the longest request.

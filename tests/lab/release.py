@@ -486,6 +486,7 @@ def _state_spec(spec: EngineSpec, states: States) -> Any:
         "tp_replicated": states.is_whole,
         "block_size": spec.state_tokens if spec.state_mode == "none" else spec.block_tokens,
         "mamba_cache_mode": spec.state_mode,
+        "num_speculative_blocks": spec.drafted_states,
         "page_size_padded": _layer_spec(spec, spec.attention_layer).page_size_bytes,
     }
     return interface.MambaSpec(**accepted(interface.MambaSpec, wanted))

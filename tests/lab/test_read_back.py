@@ -111,6 +111,24 @@ def test_a_state_that_has_the_last_token(stage: Stage, more: int) -> None:
     assert prefill.wrong(turn)[0] == 0
 
 
+def test_a_state_behind_drafts(stage: Stage) -> None:
+    """It lies in the block of the last draft that was taken, which D's scheduler cannot tell."""
+    spec = replace(_SPEC, drafted_states=3, **MODELS["states"])  # type: ignore[arg-type]
+    prefill, plain = (
+        stage.start(spec, _BOTH_WAYS),
+        stage.start(replace(spec, patched=False), _BOTH_WAYS),
+    )
+    decode = stage.start(replace(spec, answer_tokens=60, stops_after=_ANSWER), _BOTH_WAYS)
+    for of_turn in (prefill, plain):
+        first, answer = _turn(stage, prefill, decode)
+        turn = replace(stage.prompt(_TOKENS + _ANSWER + 30), number=first.number)
+
+        (served,) = of_turn.complete(Ask(turn, answer))
+
+        assert served.computed == turn.tokens - 1
+        assert of_turn.wrong(turn)[0] == 0
+
+
 @pytest.mark.on(since="0.25")  # else: no such layers
 @pytest.mark.parametrize("tokens", [_BLOCK, 2 * _BLOCK])
 def test_a_turn_with_a_gap(stage: Stage, tokens: int) -> None:

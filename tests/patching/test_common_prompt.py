@@ -157,6 +157,22 @@ def test_an_image_that_can_be_neither_loaded_nor_computed_fails_its_request(
     assert (request in scheduler_state(consumer).of(FailingLoads)) == fails
 
 
+@pytest.mark.parametrize(("has_images", "loaded"), [(False, 64), (True, 0)])
+def test_who_has_none_of_the_images_loads_beside_a_connector_that_stores(
+    has_images: bool,  # noqa: FBT001
+    loaded: int,
+    consumer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P's smaller blocks fill a window's first one in part. Computed, it would be of no image."""
+    monkeypatch.setattr(common_prompt, "fills_in_part", lambda *_: True)
+    loads, tokens = PromptLoads(has_company=True), list(range(64))
+    request = _bare("cat", tokens, tokens)
+    request.mm_features = [_image(20, "cat")] if has_images else []
+    assert loads.plan(consumer, request, 0, 64) == loaded
+    assert request not in scheduler_state(consumer).of(FailingLoads)
+
+
 def test_it_fails_where_prompts_without_hashes_are_computed(
     consumer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,14 +22,15 @@ from kvpatch.guard.transfer_params import (
     completed,
     loads_nothing,
 )
-from kvpatch.patches import FRONT_ENDS, load
+from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.patches import FRONT_ENDS, load, same_prompt
 from kvpatch.patches.transfer_params import (
     _add_request,
     _create_completion,
     _get_num_new_matched_tokens,
     _server_add_request,
 )
-from kvpatch.worker.state import engine_state, scheduler_state
+from kvpatch.worker.state import engine_state, held_by, scheduler_state
 from tests.bad_params import bad_params
 
 _FORM = FACTS["0.33.0"]
@@ -292,6 +293,23 @@ def test_parameters_of_a_connector_that_stands_before_nixls_stay(
     _add_request(lambda request: None, core, request)
 
     assert request.kv_transfer_params == (None if is_first else _MOONCAKES)
+
+
+@pytest.mark.usefixtures("nixls_connector")
+@pytest.mark.parametrize("others", [0, 1])
+def test_nixls_connector_is_told_of_others(others: int) -> None:
+    """Mooncake's scheduler half has records of the same name, and no plan of caches."""
+    nixl, of_mooncake = _Nixl(), SimpleNamespace(_reqs_need_recv={})
+    mooncake = SimpleNamespace(connector_scheduler=of_mooncake)
+    connectors = [nixl, *[mooncake] * others]
+    core = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors))
+    engine_state(core).facts = _FORM
+
+    same_prompt._add_request(lambda _: None, core, SimpleNamespace(kv_transfer_params=_OWN))
+
+    loads = held_by(nixl.connector_scheduler, PromptLoads)
+    assert (loads is not None and loads.has_company) is bool(others)
+    assert held_by(of_mooncake, PromptLoads) is None
 
 
 @pytest.mark.usefixtures("nixls_connector")
