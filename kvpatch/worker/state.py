@@ -116,11 +116,19 @@ def connectors_of(core: Any) -> Iterator[Any]:
     """The scheduler's connector, or those that a MultiConnector stands for."""
     connector = getattr(core, "connector", None)
     if connector is not None:
-        yield from getattr(connector, "_connectors", None) or (connector,)
+        yield from _each(connector)
+
+
+def _each(connector: Any) -> Iterator[Any]:
+    inner = getattr(connector, "_connectors", None)
+    if not inner:
+        yield connector
+    for one in inner or ():  # a MultiConnector may have another one
+        yield from _each(one)
 
 
 def nixl_connectors_of(core: Any) -> Iterator[Any]:
-    """Of these, the ones that are NIXL's."""
+    """The ones among these that are NIXL's."""
     place = engine_state(core).facts.connector
     kind = vars(sys.modules[place.module])[place.owner]
     return (connector for connector in connectors_of(core) if isinstance(connector, kind))

@@ -102,7 +102,7 @@ def test_windows_that_another_connector_stores(lab: Lab, block_tokens: int, load
     """Blocks of P's that fill one of D's in part are in no store; all tokens are P's or D's own."""
     spec = replace(_WINDOWS, block_tokens=block_tokens, in_multi=True, stores_blocks=True)
     engine = lab.hire(spec)
-    for tokens in (40, 57, 90):
+    for tokens in (40, 47, 75):
         seen = engine.call("play_store", Play(_WINDOWS, spec), tokens)
         assert not isinstance(seen, Failure), seen.trace
         assert seen["loaded"] == loads

@@ -59,6 +59,8 @@ def test_a_multi_connector_stands_for_several() -> None:
     assert list(connectors_of(SimpleNamespace(connector=one))) == [one]
     several = SimpleNamespace(_connectors=[one, two])
     assert list(connectors_of(SimpleNamespace(connector=several))) == [one, two]
+    nested = SimpleNamespace(_connectors=[two, several])
+    assert list(connectors_of(SimpleNamespace(connector=nested))) == [two, one, two]
 
 
 @pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
