@@ -52,14 +52,13 @@ from kvpatch.peer.other_releases import (
     question_of,
 )
 from kvpatch.worker.envelope import RELEASES, message_on, read_step, write_step
-from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
+from kvpatch.worker.state import held_by, nixl_connectors_of, scheduler_state, worker_state
 
 
 def _add_request(wrapped: Wrapped, instance: Any, request: Any) -> Any:
-    for connector in connectors_of(instance):
-        scheduler = getattr(connector, "connector_scheduler", None)
-        if scheduler is not None and hasattr(scheduler, "_reqs_need_recv"):
-            scheduler_state(scheduler).of(PeerReleases).learn(request.kv_transfer_params)
+    for connector in nixl_connectors_of(instance):
+        releases = scheduler_state(connector.connector_scheduler).of(PeerReleases)
+        releases.learn(request.kv_transfer_params)
     return wrapped(request)
 
 

@@ -130,9 +130,7 @@ def is_of_whole_prompt(scheduler: Any, facts: ReleaseFacts) -> bool:
     (``non_causal``, from 0.24 on) has other keys for each prompt.
     """
     return has_state(scheduler, facts) or any(
-        getattr(one, "non_causal", False)
-        for spec in _planned_specs(scheduler, facts)
-        for one in _members(spec)
+        getattr(one, "non_causal", False) for one in _planned_members(scheduler, facts)
     )
 
 
@@ -146,13 +144,17 @@ def has_drafted_states(scheduler: Any, facts: ReleaseFacts) -> bool:
 
     Which of these goes on behind the tokens that were taken only the workers know.
     """
-    specs = (one for spec in _planned_specs(scheduler, facts) for one in _members(spec))
-    return any(getattr(one, "num_speculative_blocks", 0) for one in specs)
+    members = _planned_members(scheduler, facts)
+    return any(getattr(one, "num_speculative_blocks", 0) for one in members)
 
 
 def _planned_specs(scheduler: Any, facts: ReleaseFacts) -> list[Any]:
     plan = scheduler.kv_cache_config if facts.has_cache_groups else None
     return [] if plan is None else [group.kv_cache_spec for group in plan.kv_cache_groups]
+
+
+def _planned_members(scheduler: Any, facts: ReleaseFacts) -> list[Any]:
+    return [one for spec in _planned_specs(scheduler, facts) for one in _members(spec)]
 
 
 def fills_no_more_blocks(
