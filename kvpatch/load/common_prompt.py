@@ -327,8 +327,12 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         if has_last or caches_other:
             return 0
     if tokens < held and facts.has_cache_groups:
-        cuts_finer = _names_more_blocks(scheduler, request.kv_transfer_params, held, facts)
-        prompt = int(request.num_tokens)
+        alone, prompt = window_alone(scheduler), int(request.num_tokens)
+        # P's list of a short window alone may be as long as D's where its blocks are smaller.
+        longest = 3 * counted_block_tokens(scheduler, facts)
+        cuts_finer = (alone is not None and 0 < alone[1] <= longest) or _names_more_blocks(
+            scheduler, request.kv_transfer_params, held, facts
+        )
         if not still_has(scheduler, held, tokens, prompt, cuts_finer=cuts_finer):
             return 0
     ranks = context_ranks(scheduler, facts)

@@ -27,6 +27,7 @@ _FEW = replace(_SPEC, planned_blocks=14, step_tokens=24)
 _LARGER = replace(_SPEC, block_tokens=32)
 _WINDOWS = replace(_SPEC, planned_blocks=100, window_tokens=(0, 24))
 _WINDOWS_ALONE = replace(_WINDOWS, window_tokens=(24,), step_tokens=24)
+_SHORT_WINDOWS = replace(_WINDOWS_ALONE, window_tokens=(16,), planned_blocks=140)
 _STATES = replace(_SPEC, planned_blocks=100, has_state=True)
 _KEPT_STATES = replace(_STATES, step_tokens=32, state_mode="align")
 
@@ -42,6 +43,9 @@ PLAYS = {
     "windows": Play(_WINDOWS, _ahead(_WINDOWS), fails=True),
     "unlike windows": Play(replace(_WINDOWS, block_tokens=32), _WINDOWS),
     "windows, larger blocks at D": Play(_WINDOWS, replace(_WINDOWS, block_tokens=32)),
+    "windows alone, larger blocks at D": Play(
+        _SHORT_WINDOWS, replace(_SHORT_WINDOWS, block_tokens=32)
+    ),
     "windows alone, recomputed": Play(
         _WINDOWS_ALONE, replace(_WINDOWS_ALONE, load_failure_policy="recompute"), fails=True
     ),
@@ -85,7 +89,13 @@ def test_attention(lab: Lab, name: str) -> None:
 @pytest.mark.on(since="0.20")  # else: P lets go of more of a window, and D's worker refuses it
 @pytest.mark.parametrize(
     "name",
-    ["windows", "unlike windows", "windows, larger blocks at D", "windows alone, recomputed"],
+    [
+        "windows",
+        "unlike windows",
+        "windows, larger blocks at D",
+        "windows alone, larger blocks at D",
+        "windows alone, recomputed",
+    ],
 )
 def test_windows(lab: Lab, name: str) -> None:
     _play(lab, name)
