@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,10 +158,7 @@ class DigestChecks:
 
     def __init__(self, table: DigestTable, reader: Reader) -> None:
         self._ours, self._groups = ours, groups = reader.ours, reader.groups
-        known = [
-            replace(plane, first_head=0) if plane.content is Content.LATENT else plane
-            for plane in reader.planes  # each rank has all of a latent
-        ]
+        known = list(reader.planes)
         rank, memory = Rank(ours.tp_rank, ours.tp_size), known[0].memory
         known += [_state_plane(name, pages, rank, memory) for name, pages in reader.states.items()]
         self._tensors = {plane.layer: tensors_of(reader.tensors[plane.layer])[0] for plane in known}

@@ -39,6 +39,19 @@ def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
 
 
+@pytest.mark.on(since="0.30")  # else: a cache of one head has one layout
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 2), (1, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize(("p", "d"), [("BLHNC", "HND"), ("BLHNC", "BLNHC")])
+def test_indexers_of_unlike_layouts(lab: Lab, p: str, d: str, p_tp: int, d_tp: int) -> None:
+    """Each rank has all of what an indexer holds, however many heads its model has."""
+    sides: tuple[dict[str, object], ...] = tuple(
+        {"layout": layout, "tp_size": ranks} for layout, ranks in ((p, p_tp), (d, d_tp))
+    )
+    case = _pair(INDEXED, *sides, prefix_hit_tokens=64)
+
+    lab.on_d(case).must_be("identical", moved=tokens_to_move(case, lab.release))
+
+
 @pytest.mark.on(states_block_size=True)
 @pytest.mark.on(since="0.11")
 @pytest.mark.parametrize(("p_parts", "d_parts"), [(2, 1), (1, 2)])
