@@ -195,6 +195,8 @@ class ReleaseFacts:
     counts_one_head: bool = _since("0.10.0", "0.20.0")
     #: a D of more ranks than heads finds its head in a P of fewer ranks.
     reads_its_share: bool = _since("0.24.0")
+    #: beside MLA, ranks share out the heads of a draft model, and find theirs in a P of fewer.
+    shares_draft_heads: bool = _since("0.33.0")
     #: P may load an earlier turn from D.
     reads_back: bool = _since("0.21.0")
     #: a worker on a CPU reorders loads of other backends' blocks for its own.

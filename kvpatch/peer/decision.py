@@ -185,8 +185,10 @@ def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bo
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
     has_draft = ours.layers_differ_in_shape and ours.groups is None
-    # Beside latents the release finds no share of a rank, but what each rank has whole.
-    is_joined = not ours.has_latents or (ours.uses_mla and has_copies(ours, peer))
+    # Beside latents the release finds what each rank has whole, and from 0.33 on a rank's share,
+    # whose heads it leaves in the order of P's blocks.
+    finds_share = facts.shares_draft_heads and _has_single_heads(ours)
+    is_joined = not ours.has_latents or (ours.uses_mla and (finds_share or has_copies(ours, peer)))
     return (
         (bool(whole) or (has_draft and is_joined and peer.tp_size < ours.tp_size))
         and all(kind.joins for kind in whole)
@@ -196,6 +198,10 @@ def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bo
         and ours.key_order is KeyOrder.ROW_MAJOR  # it joins rows
         and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
     )
+
+
+def _has_single_heads(ours: LocalGeometry) -> bool:
+    return {own for _, own in ours.heads_of_layers} == {1}
 
 
 # --- which peers the release reads rightly ------------------------------------------------
@@ -225,7 +231,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     # Beside MLA a draft model's may be whole on each rank.
     are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
     # Single heads are, too, and beside MLA the release compares no layouts.
-    are_single = ours.has_heads and {own for _, own in ours.heads_of_layers} == {1}
+    are_single = ours.has_heads and _has_single_heads(ours)
     are_apart = {peer.layout, ours.layout} <= set(LAYER_BY_LAYER)
     are_same_bytes = are_latents or (are_copies and are_single and are_apart)
     same_layout = peer.layout in (None, ours.layout) or are_same_bytes

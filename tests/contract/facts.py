@@ -505,6 +505,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "counts_one_head": _counts_one_head,
     "reads_its_share": _says("worker", "_validate_remote_agent_handshake", "local_physical_heads"),
+    "shares_draft_heads": _has("worker", "_get_head_sharded_draft_regions"),
     "reads_back": _says("scheduler", "__init__", "self.is_bidirectional_kv_xfer_enabled"),
     "reorders_for_cpu": _has("worker", _REORDERS),
     "ends_by_reordering": lambda s: (

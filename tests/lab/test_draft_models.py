@@ -125,6 +125,22 @@ def test_smaller_blocks_of_a_draft_model_that_each_rank_has_whole(
     lab.on_d(case).must_be("identical")
 
 
+@pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4), (2, 8), (4, 8)])
+@pytest.mark.on(since="0.33")
+def test_smaller_blocks_of_a_draft_model_whose_heads_ranks_share_out(
+    lab: Lab, ranks: tuple[int, int], hit: int
+) -> None:
+    """Beside latents, of fewer ranks, where a rank of D has one head of the draft model."""
+    model = replace(MODELS["latents"], kv_heads=16, draft_shape=(ranks[1], 16))
+    prefill = replace(model, tp_size=ranks[0], block_tokens=32)
+    decode = replace(model, tp_size=ranks[1], block_tokens=64)
+    case = Case(f"draft on {ranks}", prefill, decode, 150, hit)
+
+    lab.run(case).must_be("corrupt" if hit else "identical")
+    lab.on_d(case).must_be("identical")
+
+
 @pytest.mark.parametrize(
     ("p_layout", "d_layout"), [("NHD", "HND"), ("HND", "BLHNC"), ("BLHNC", "HND")]
 )
