@@ -114,8 +114,8 @@ class _Reading:
             keys = values = self.size("channel")
             apart = self.stride("kv" if "kv" in names else "packed_head")
         if not {"kv", "packed", "packed_head"} & set(names):
-            # All ranks have the same one, whatever their heads.
-            return (self.plane(Content.LATENT, 0, strides, keys, 0),)
+            first = head if "head" in names else 0
+            return (self.plane(Content.LATENT, 0, strides, keys, first),)
         return (
             self.plane(Content.KEY, 0, strides, keys, head),
             self.plane(Content.VALUE, apart, strides, values, head),

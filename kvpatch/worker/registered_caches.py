@@ -220,6 +220,8 @@ def _read(
     kind = kind_of(release, layer, has_slots="slot" in order.dimensions)
     if kind.holds is not Holds.ROWS:
         planes = tuple(replace(plane, is_whole=True) for plane in planes)
+    if planes[0].content is Content.LATENT:  # all ranks have the same one, whatever their heads
+        planes = tuple(replace(plane, first_head=0) for plane in planes)
     return LayerCache(order, planes, kind)
 
 

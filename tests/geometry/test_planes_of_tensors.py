@@ -132,8 +132,7 @@ def test_reading_gives_the_logical_content(drawn: Any) -> None:
     for plane in planes:
         names = set(order.dimensions)
         assert (plane.content is Content.LATENT) == (not names & {"kv", "packed", "packed_head"})
-        has_own = names & {"head", "packed_head"} and plane.content is not Content.LATENT
-        assert plane.first_head == (3 if has_own else 0)
+        assert plane.first_head == (3 if names & {"head", "packed_head"} else 0)
         value = int(plane.content is Content.VALUE)
         view = as_array(plane, raw, BASE)
         assert view.shape == (*plane.counts, plane.item_bytes)
