@@ -69,6 +69,8 @@ class LoadFailed(RuntimeError):
 
 #: On releases <= 0.11.0 kvpatch can only log that a load has failed.
 _LOGGERS = ("vllm", "kvpatch")
+#: So long an engine that stops waits for handshakes: its peers may stop behind it.
+_HANDSHAKE_SECONDS = 5.0
 
 
 class ErrorLog(logging.Handler):
@@ -695,13 +697,17 @@ class Engine:
             agent = release.nixl_of(worker).connector_worker.nixl_wrapper
             for name in _COUNTED:
                 vars(agent).pop(name)  # each holds this engine, and the agent its threads
-        for connector in (*self.workers, self.scheduler.connector):
-            if hasattr(connector, "shutdown"):
-                # The listener looks at its stop event once a second.
-                threading.Thread(target=_shut_down, args=(connector,), daemon=True).start()
+        halves = [*self.workers, self.scheduler.connector]
+        halves = [half for half in halves if hasattr(half, "shutdown")]
+        ends = [threading.Event() for _ in halves]
+        for half, has_met in zip(halves, ends, strict=True):
+            # The listener looks at its stop event once a second.
+            threading.Thread(target=_shut_down, args=(half, has_met), daemon=True).start()
+        for has_met in ends:
+            has_met.wait(_HANDSHAKE_SECONDS)
 
 
-def _shut_down(connector: Any) -> None:
+def _shut_down(connector: Any, has_met: threading.Event) -> None:
     """Shuts a half of an engine down, behind the handshake that it is at.
 
     A handshake that ends after the release has shut down is undone when the worker is collected.
@@ -710,4 +716,5 @@ def _shut_down(connector: Any) -> None:
     worker = getattr(release.nixl_of(connector), "connector_worker", None)
     if worker is not None:
         worker._handshake_initiation_executor.shutdown(cancel_futures=True)
+    has_met.set()
     connector.shutdown()

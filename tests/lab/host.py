@@ -196,8 +196,9 @@ class Lab:
             if of_prefill is not self:
                 listens = is_listening(of_prefill.release, ports[0])
                 report = replace(report, listens=listens)
-            of_prefill.dismiss(prefill)
+            # D first: UCX ends a process that connects to one whose agent has just gone.
             self.dismiss(decode)
+            of_prefill.dismiss(prefill)
         except Crashed as error:
             of_prefill.discard(prefill)
             self.discard(decode)
