@@ -327,12 +327,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         if has_last or caches_other:
             return 0
     if tokens < held and facts.has_cache_groups:
-        alone, prompt = window_alone(scheduler), int(request.num_tokens)
-        # P's list of a short window alone may be as long as D's where its blocks are smaller.
-        longest = 3 * counted_block_tokens(scheduler, facts)
-        cuts_finer = (alone is not None and 0 < alone[1] <= longest) or _names_more_blocks(
-            scheduler, request.kv_transfer_params, held, facts
-        )
+        cuts_finer = _may_cut_finer(scheduler, request.kv_transfer_params, held, facts)
+        prompt = int(request.num_tokens)
         if not still_has(scheduler, held, tokens, prompt, cuts_finer=cuts_finer):
             return 0
     ranks = context_ranks(scheduler, facts)
@@ -366,6 +362,18 @@ def _leaves_last(scheduler: Any, request: Any, tokens: int, facts: ReleaseFacts)
         and context_ranks(scheduler, facts) == 1
         and not _names_more_blocks(scheduler, params, tokens, facts)
     )
+
+
+def _may_cut_finer(
+    scheduler: Any, params: Mapping[str, Any], held: int, facts: ReleaseFacts
+) -> bool:
+    """True if P's blocks are smaller than D's, or may be.
+
+    P's list of a short window alone may be as long as D's where its blocks are smaller.
+    """
+    alone = window_alone(scheduler)
+    is_short = alone is not None and 0 < alone[1] <= 3 * counted_block_tokens(scheduler, facts)
+    return is_short or _names_more_blocks(scheduler, params, held, facts)
 
 
 def _names_more_blocks(
