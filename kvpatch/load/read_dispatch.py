@@ -168,6 +168,28 @@ class NamedBlocks:
         return ours, None if parts is None else Blocks(tokens, parts)
 
     @cached_property
+    def _parts(self) -> tuple[int, int]:
+        """Kernel blocks in one of our blocks, and in one of the peer's, as the release booked it.
+
+        As many where the release books none.
+        """
+        worker = self._worker
+        ours = int(worker._physical_blocks_per_logical_kv_block)
+        if not self._is_known or self._facts.topology != "transfer_topo":
+            return ours, ours
+        booked = worker.transfer_topo.get_engine_info(self._engine_id)
+        return ours, int(booked.remote_physical_blocks_per_logical)
+
+    @property
+    def _group_tokens(self) -> list[int]:
+        """The tokens of a block of ours in each cache group, as the scheduler counts blocks."""
+        worker, facts = self._worker, self._facts
+        if not facts.has_cache_groups:
+            return [int(worker.vllm_config.cache_config.block_size)]
+        plan = worker.kv_cache_config
+        return [tokens_of_group(plan, facts, number) for number in range(len(self._groups))]
+
+    @cached_property
     def _shares_tokens(self) -> bool:
         """True if ranks of either side share out tokens (decode context parallelism, from 0.29)."""
         if not self._facts.states_context_parallelism:
@@ -237,14 +259,17 @@ class NamedBlocks:
                 self._refuse_part(request.tokens, request.remote_tokens)
             return
         if request is not None and fills:
-            self._leave_common(request)
+            if len({*self._parts}) > 1:
+                self._refuse_other_ends(request)
+            else:
+                self._leave_common(request)
         if reader is not None:
             self._refuse_misnamed(reader)
 
     def name_preparable(self) -> None:
         """Names blocks that have the release prepare a transfer, which is to fail."""
         worker, entry, facts = self._worker, self._entry, self._facts
-        if self.smaller is None:
+        if self.smaller is None and len({*self._parts}) == 1:
             # Of a like peer whose lists, of other lengths, the release alone pairs, they stay:
             # where they are of one length it may find nothing to read for this rank, prepare no
             # transfer, and take a load that is refused for one that is done.
@@ -252,8 +277,11 @@ class NamedBlocks:
             if is_ours or not (self._is_known and self._are_paired_otherwise):
                 read_request.match_local_block_count(entry, facts)
             return
-        ours, theirs = self.smaller
-        ratio = 1.0 if theirs is None else ours.tokens / theirs.tokens
+        if self.smaller is None:
+            ratio = self._parts[0] / self._parts[1]
+        else:
+            ours, theirs = self.smaller
+            ratio = 1.0 if theirs is None else ours.tokens / theirs.tokens
         named = []
         local = read_request.groups(entry.local_block_ids)
         for group, blocks in zip(self._groups, local, strict=True):
@@ -279,10 +307,7 @@ class NamedBlocks:
         if max(contexts, default=1) > 1 or len(remote) != len(groups):
             return
         parts = worker._physical_blocks_per_logical_kv_block if facts.expands_remote_blocks else 1
-        sizes = [int(worker.vllm_config.cache_config.block_size)]
-        if facts.has_cache_groups:  # as the scheduler counts blocks
-            plan = worker.kv_cache_config
-            sizes = [tokens_of_group(plan, facts, number) for number in range(len(groups))]
+        sizes = self._group_tokens
         #: By block size, the blocks of full attention behind these tokens: a window has as many.
         behind = dict.fromkeys(sizes, 0)
         for number, (group, block_tokens) in enumerate(zip(groups, sizes, strict=True)):
@@ -307,6 +332,46 @@ class NamedBlocks:
                 for group, blocks, block_tokens in zip(groups, remote, sizes, strict=True)
             ]
             read_request.replace_remote_blocks(self._entry, kept, facts)
+
+    def _refuse_other_ends(self, request: read_request.ReadRequest) -> None:
+        """Refuses a request that names blocks of other tokens, unless kernel blocks fit.
+
+        The release pairs kernel blocks, which are alike: from the ends of two lists or, of a model
+        with recurrent state, from their beginnings. It ends the engine where there are too few.
+
+        Raises:
+            ReadRefused: it would pair other tokens, or ends.
+        """
+        (ours, theirs), groups = self._parts, self._groups
+        local, from_beginning = request.local_blocks, any(group.has_state for group in groups)
+        fits = len(self._remote) == len(local) == len(groups)
+        contexts = ReleaseWorker(self._worker, self._facts).context_sizes
+        fits = fits and max(contexts, default=1) == 1
+        sizes = zip(groups, self._group_tokens, local, self._remote, strict=False)
+        for group, block_tokens, filled, named in sizes if fits else ():
+            if group.has_state or not filled:
+                continue
+            theirs_tokens = block_tokens * theirs // ours
+            blocks, at_peer = (
+                -(-request.tokens // block_tokens),
+                -(-request.tokens // theirs_tokens),
+            )
+            hit = max(blocks - len(filled), 0)
+            if request.hit_tokens is not None:
+                hit = request.hit_tokens // block_tokens
+            if group.spans_prompt:
+                fits = fits and len(named) == at_peer and hit + len(filled) == blocks
+            if from_beginning:
+                fits = fits and not hit
+            else:
+                ends_alike = blocks * block_tokens == at_peer * theirs_tokens
+                fits = fits and ends_alike and len(filled) * ours <= len(named) * theirs
+        if not fits:
+            raise ReadRefused(
+                f"blocks of engine {self._engine_id} are {theirs} kernel blocks, ours {ours}, and "
+                "this vLLM would pair this prompt's with those of other tokens",
+                _ONE_BLOCK_SIZE,
+            )
 
     def _refuse_misnamed(self, reader: Reader) -> None:
         """Refuses blocks that the peer does not have, and fewer than are to be filled.

@@ -47,7 +47,13 @@ from kvpatch.peer.statement import (
     order_of,
     stated_blocks,
 )
-from kvpatch.peer.unread_caches import UnreadCache, missed_layer, planned_heads, why_misread
+from kvpatch.peer.unread_caches import (
+    UnreadCache,
+    missed_layer,
+    most_heads,
+    planned_heads,
+    why_misread,
+)
 from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, layout_of_backends, own_regions
 from kvpatch.worker.recurrent_state import divided_states
@@ -100,6 +106,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     kinds = {
         layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers
     }
+    heads = most_heads(release, kinds)
     return UnreadCache(
         worker.block_size,
         worker.world_size,
@@ -109,7 +116,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
         kinds=kinds,
-        misreads_smaller=why_misread(release),
+        misreads_smaller=why_misread(release, heads),
         rows=shared_rows(release),
         divisions=divided_states(release),
         state_bytes=release.state_bytes,
@@ -121,9 +128,13 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         and not worker.use_mla
         and not release.has_own_mirror
         and layout_of_backends(release, layers) == "NHD",
+        most_heads=heads,
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
         heads=planned_heads(release, kinds),
         row_parts=_row_parts(release),
+        shared_parts=release.kernel_blocks_per_block
+        if max(release.context_sizes, default=1) > 1 and facts.states_context_parallelism
+        else None,
         stages=release.stages,
         missed_layer=missed_layer(release, kinds),
     )

@@ -20,8 +20,8 @@ from kvpatch.geometry.plane import Memory, Plane
 from kvpatch.geometry.plane_copies import check_whole
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.worker.cache_kinds import Kind
-from kvpatch.worker.local_geometry import KVSplit, LocalGeometry
-from kvpatch.worker.registered_caches import LayerCache, differ_in_page_bytes
+from kvpatch.worker.local_geometry import KVSplit, LocalGeometry, overlay_unlike
+from kvpatch.worker.registered_caches import LayerCache
 
 ONE_SIZE = "use one --tensor-parallel-size on both sides"
 
@@ -186,7 +186,7 @@ def has_unlike_shares(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     overlays_pages = (
         ours.layout in LAYERS_INSIDE_BLOCKS
         and ours.groups is not None
-        and differ_in_page_bytes(ours.layers)
+        and overlay_unlike(ours.pages.values())
     )
     return are_unlike_shares(ours.heads_of_layers, peer.tp_size, overlays_pages=overlays_pages)
 

@@ -92,6 +92,14 @@ def register_cross_layer_blocks(
     packed = packed_groups(worker, release.facts) if differ_in_page_bytes(layers) else None
     pool = cross_layer_blocks_of({name: kv_caches[name] for name in layers}, layers, places, packed)
     parts = release.planned_kernel_blocks or 1
+    others = kv_caches.keys() - layers.keys() if release.facts.has_cache_groups else ()
+    for name in others:
+        if release.spec_of(name) is None:
+            raise RegistrationRefused(
+                f"layer {name} has no cache of its own, and blocks of all layers are registered "
+                "of caches alone",
+                "use layer-by-layer blocks (KVCACHED_CONTIGUOUS_LAYOUT=false)",
+            )
     states = states_in(kv_caches, layers, pool, parts)
     first = layers[pool.layers[0]].planes[0]
     axes_only = CrossLayerForm(first.counts.block_tokens, 1, pool.axes)

@@ -180,21 +180,24 @@ def _mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
 def _may_join(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
     """True if the release may join a peer's smaller blocks, of which we cannot tell all heads.
 
-    Some of its layers move whole, or a draft model's have other heads, on fewer ranks than ours.
+    Some of its layers move whole, or a draft model's have other heads, on fewer ranks than ours,
+    or beside MLA on more that have the draft whole.
     """
     ours = local.geometry
     whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
-    has_draft = ours.layers_differ_in_shape and ours.groups is None
+    has_draft = ours.layers_differ_in_shape and (ours.groups is None or ours.has_draft)
     # Beside latents the release finds what each rank has whole, and from 0.33 on a rank's share,
     # whose heads it leaves in the order of P's blocks.
     finds_share = facts.shares_draft_heads and _has_single_heads(ours)
-    is_joined = not ours.has_latents or (ours.uses_mla and (finds_share or has_copies(ours, peer)))
+    are_copies = ours.uses_mla and has_copies(ours, peer) and peer.tp_size != ours.tp_size
+    is_share = not ours.has_latents or (ours.uses_mla and finds_share)
+    is_joined = are_copies or (is_share and peer.tp_size < ours.tp_size)
     return (
-        (bool(whole) or (has_draft and is_joined and peer.tp_size < ours.tp_size))
+        (bool(whole) or (has_draft and is_joined))
         and all(kind.joins for kind in whole)
         and facts.pairs_heads_by_layout
         and not local.reads_all
-        and ours.layout in LAYER_BY_LAYER
+        and (ours.layout in LAYER_BY_LAYER or ours.layout == "BLHNC")
         and ours.key_order is KeyOrder.ROW_MAJOR  # it joins rows
         and (peer.block_tokens or ours.block_tokens) < ours.block_tokens
     )
@@ -229,7 +232,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata, *, joins: bool = Fal
     # Without heads these two are the same bytes.
     are_latents = not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
     # Beside MLA a draft model's may be whole on each rank.
-    are_copies = ours.uses_mla and peer.block_bytes == ours.block_bytes
+    are_copies = ours.uses_mla and has_copies(ours, peer)
     # Single heads are, too, and beside MLA the release compares no layouts.
     are_single = ours.has_heads and _has_single_heads(ours)
     are_apart = {peer.layout, ours.layout} <= set(LAYER_BY_LAYER)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
+from kvpatch.geometry.layout_strides import (
+    LAYERS_INSIDE_BLOCKS,
+    inner_layout,
+)
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import (
@@ -24,6 +27,7 @@ from kvpatch.worker.kv_cache_groups import transferred_groups
 from kvpatch.worker.local_geometry import (
     missed_page,
     named_heads_of,
+    overlay_unlike,
     readers_of_regions,
     totals_of,
 )
@@ -71,10 +75,12 @@ class UnreadCache:
         mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
         shares_tokens: whether ranks share out a block's tokens and no handshake says so.
         mixes_tokens: True if a token's heads are neighbours in a block (NHD), whatever is stated.
+        most_heads: the most KV heads that a layer has on this rank; of latents 0.
         total_heads: KV heads of the whole model.
         heads: those of its layers, which may be others.
         row_parts: into how many parts the release cuts a block that is a row of all layers, none
             of which is a block of fewer tokens; None of other caches.
+        shared_parts: the same where ranks share out a block's tokens and a handshake says so.
         stages: the stages of this engine's pipeline, each of which has some of the layers.
         missed_layer: a layer whose page the release reads from no P; empty where it reads all.
     """
@@ -94,9 +100,11 @@ class UnreadCache:
     mirror_layout: str | None = None
     shares_tokens: bool = False
     mixes_tokens: bool = False
+    most_heads: int = 0
     total_heads: int = 0
     heads: PlannedHeads = PlannedHeads()
     row_parts: int | None = None
+    shared_parts: int | None = None
     stages: int = 1
     missed_layer: str = ""
 
@@ -145,6 +153,13 @@ def check_unread(local: UnreadCache, remote: AgentMetadata, facts: ReleaseFacts)
             f"{local.row_parts}, and each block is a row of all layers, which moves whole",
             "use one block size",
         )
+    theirs, ours = remote.kernel_blocks_per_block, local.shared_parts
+    if ours is not None and same_tokens and theirs != ours:
+        raise PeerRefused(
+            f"this vLLM cuts its blocks into {theirs} parts and ours into {ours}, and ends where "
+            "ranks share out a block's tokens",
+            "use one --block-size on both sides",
+        )
     if not same_ranks:
         _check_divisions(local)
     check_state_sizes(remote, local.sizes_on(remote.tp_size))
@@ -173,6 +188,15 @@ def _check_heads(
             f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
             "block, and this vLLM takes heads alone for shared out",
             ONE_SIZE,
+        )
+    if (
+        not (local.has_heads or _have_one_order(local.layout, remote.layout))
+        and local.most_heads > 1
+    ):
+        raise PeerRefused(
+            f"it has layout {remote.layout}, ours is {local.layout}, and this vLLM compares no "
+            "layouts beside MLA: a draft model's heads have another order",
+            "use one VLLM_KV_CACHE_LAYOUT on both sides",
         )
     ranks = local.tp_size, remote.tp_size
     heads = max(local.heads.most_on(size, local.total_heads) for size in ranks)
@@ -241,6 +265,12 @@ def _has_unlike_shares(local: UnreadCache, remote: AgentMetadata) -> bool:
     return are_unlike_shares(local.heads.of_layers, remote.tp_size, overlays_pages=overlays)
 
 
+def _have_one_order(*layouts: str | None) -> bool:
+    """True if heads and tokens come in one order in a layer's block, by what is stated."""
+    orders = {inner_layout(one) or one for one in layouts if one}
+    return len(orders) <= 1
+
+
 def _check_rows(local: UnreadCache, remote: AgentMetadata, rows: SharedRows) -> None:
     """Refuses a peer of which the release copies a page in part, or over other pages."""
     short = rows.copied_short()
@@ -304,12 +334,11 @@ def planned_heads(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> PlannedH
     named = {model, *named_heads_of(worker.vllm_config)}
     if not facts.has_cache_groups:
         return PlannedHeads(frozenset((total, max(1, total // ranks)) for total in named))
-    found = (release.spec_of(layer) for layer, kind in kinds.items() if kind.holds is Holds.ROWS)
-    specs = [spec for spec in found if hasattr(spec, "num_kv_heads")]
+    specs = _specs_of_rows(release, kinds)
     if any("MLA" in type(spec).__name__ for spec in specs):  # latents, which each rank has whole
         return PlannedHeads()
     has_groups = len(transferred_groups(worker.kv_cache_config, facts)) > 1
-    pages = {int(spec.real_page_size_bytes) for spec in specs}
+    may_overlay = has_groups and release.stated_layout in LAYERS_INSIDE_BLOCKS
     shapes = {(spec.num_kv_heads, spec.head_size, spec.block_size) for spec in specs}
     return PlannedHeads(
         frozenset(
@@ -318,13 +347,35 @@ def planned_heads(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> PlannedH
             for total in totals_of(own, ranks, named)
         ),
         is_one_shape=len(shapes) <= 1 and not has_groups,
-        overlays_pages=has_groups
-        and len(pages) > 1
-        and release.stated_layout in LAYERS_INSIDE_BLOCKS,
+        overlays_pages=may_overlay and overlay_unlike(_pages_of_rows(worker, kinds).values()),
     )
 
 
-# --- pages that no region has ----------------------------------------------------------------
+def most_heads(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> int:
+    """Returns the most KV heads that a layer has on one of our ranks; of latents 0.
+
+    Beside latents a draft model has some. <= 0.17 there is no plan to tell.
+    """
+    specs = _specs_of_rows(release, kinds) if release.facts.has_cache_groups else ()
+    with_heads = (int(one.num_kv_heads) for one in specs if "MLA" not in type(one).__name__)
+    return max(with_heads, default=0)
+
+
+def _specs_of_rows(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> list[Any]:
+    found = (release.spec_of(layer) for layer, kind in kinds.items() if kind.holds is Holds.ROWS)
+    return [spec for spec in found if hasattr(spec, "num_kv_heads")]
+
+
+# --- pages, and those that no region has -------------------------------------------------------
+
+
+def _pages_of_rows(worker: Any, kinds: Mapping[str, Kind]) -> dict[str, tuple[int, int]]:
+    """Returns by layer of rows where its first page begins, and its bytes."""
+    return {
+        layer: (cache.data_ptr(), cache[0].nbytes)
+        for layer, cache in worker.device_kv_caches.items()
+        if kinds[layer].holds is Holds.ROWS
+    }
 
 
 def missed_layer(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> str:
@@ -335,11 +386,8 @@ def missed_layer(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> str:
     # Of rings and of MLA's rows more is known elsewhere; a mirror has other addresses.
     if worker._is_csa_linear or worker.use_mla or worker.use_host_buffer:
         return ""
-    pages = {
-        layer: (cache.data_ptr(), cache[0].nbytes)
-        for layer, cache in worker.device_kv_caches.items()
-        if layer in worker._layer_specs and kinds[layer].holds is Holds.ROWS
-    }
+    pages = _pages_of_rows(worker, kinds)
+    pages = {layer: page for layer, page in pages.items() if layer in worker._layer_specs}
     readers = readers_of_regions(release)
     return missed_page(pages, release.addresses, release.region_block_bytes, readers) or ""
 
@@ -347,11 +395,16 @@ def missed_layer(release: ReleaseWorker, kinds: Mapping[str, Kind]) -> str:
 # --- smaller blocks, which the release joins to larger ones ---------------------------------
 
 
-def why_misread(release: ReleaseWorker) -> str:
-    """Returns why the release puts wrong bytes into larger blocks, whatever the request, or ""."""
+def why_misread(release: ReleaseWorker, heads: int) -> str:
+    """Returns why the release puts wrong bytes into larger blocks, whatever the request, or "".
+
+    Args:
+        heads: as :func:`most_heads` returns them.
+    """
     contexts = max(release.context_sizes[:1], default=1)
     is_mla, layout = bool(release.worker.use_mla), release.stated_layout
-    return why_joined_wrongly(release.key_order(), contexts, layout, release.facts, is_mla=is_mla)
+    order, facts = release.key_order(), release.facts
+    return why_joined_wrongly(order, contexts, layout, facts, heads=heads, is_mla=is_mla)
 
 
 def why_joined_wrongly(
@@ -360,6 +413,7 @@ def why_joined_wrongly(
     layout: str | None,
     facts: ReleaseFacts,
     *,
+    heads: int,
     is_mla: bool,
 ) -> str:
     """Does the same by what is known of a cache.
@@ -367,13 +421,22 @@ def why_joined_wrongly(
     Args:
         key_order: None where nobody knows it.
         decode_contexts: ranks that share out a block's tokens.
+        heads: as :func:`most_heads` returns them.
     """
     if key_order is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"
     if decode_contexts > 1 and not facts.states_context_parallelism:
         return "does not know that ranks share out the tokens of a block"
+    as_latents = "joins blocks of a draft model's heads as if they held latents"
     if facts.pairs_heads_by_layout:
-        return ""
+        if heads <= 1:  # of which it makes the same bytes whatever it takes them for
+            return ""
+        if is_mla:  # whose tokens are whole rows
+            return "" if layout in ("NHD", "LBNHC") else as_latents
+        is_apart = layout in ("BLNHC", "BHLNC")
+        return f"joins blocks of layout {layout} in the order of BLHNC" if is_apart else ""
+    if is_mla and heads:
+        return as_latents
     if is_mla:  # [block, 1, token, channel], of which it takes the second for tokens
         return "zeroes all of a prompt's last block (0.29 to 0.31)" if facts.names_layouts else ""
     if facts.cache_shape != "keys first":

@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvpatch.core.errors import UnreadableGeometry
@@ -255,8 +256,12 @@ class LocalGeometry:
         """
         if self.layout not in LAYERS_INSIDE_BLOCKS:
             return False
-        pages = {n: (c.planes[0].address, page_bytes_of(c)) for n, c in self.layers.items()}
-        return missed_page(pages, self.addresses, self.block_bytes, self.readers) is not None
+        return missed_page(self.pages, self.addresses, self.block_bytes, self.readers) is not None
+
+    @property
+    def pages(self) -> dict[str, tuple[int, int]]:
+        """By layer, where its first page begins, and its bytes."""
+        return {n: (c.planes[0].address, page_bytes_of(c)) for n, c in self.layers.items()}
 
     def __str__(self) -> str:
         return (
@@ -339,6 +344,16 @@ def missed_page(
         ):
             return layer
     return None
+
+
+def overlay_unlike(pages: Iterable[tuple[int, int]]) -> bool:
+    """True if pages of unlike bytes have some bytes of a block in common.
+
+    Args:
+        pages: where each layer's first page begins, and its bytes.
+    """
+    places = sorted(set(pages))
+    return any(start + size > after for (start, size), (after, _) in pairwise(places))
 
 
 #: The names that configurations have for KV heads, of some layers or of all.

@@ -110,19 +110,28 @@ def test_a_draft_models_single_head_in_the_other_order(lab: Lab, ranks: tuple[in
 
 
 @pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
-@pytest.mark.parametrize(("ranks", "heads"), [((1, 2), 1), ((2, 4), 2)])
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [((1, 2), 1), ((2, 4), 2), ((2, 1), 1), ((4, 2), 2), ((8, 4), 2)]
+)
+@pytest.mark.parametrize("p_layout", ["HND", "NHD"])
 @pytest.mark.on(since="0.32")
 def test_smaller_blocks_of_a_draft_model_that_each_rank_has_whole(
-    lab: Lab, ranks: tuple[int, int], heads: int, hit: int
+    lab: Lab, ranks: tuple[int, int], heads: int, hit: int, p_layout: str
 ) -> None:
-    """Beside latents, of fewer ranks: the release joins them."""
+    """Beside latents: the release joins them, but 0.33 none of more ranks."""
     model = replace(MODELS["latents"], draft_shape=(heads, 16))
-    prefill = replace(model, tp_size=ranks[0], block_tokens=16)
+    prefill = replace(model, tp_size=ranks[0], block_tokens=16, layout=p_layout)
     decode = replace(model, tp_size=ranks[1], block_tokens=64)
     case = Case(f"draft on {ranks}", prefill, decode, 150, hit)
 
-    lab.run(case).must_be("corrupt" if hit else "identical")
-    lab.on_d(case).must_be("identical")
+    stock, patched = lab.run(case), lab.on_d(case)
+
+    if ranks[0] > ranks[1] and Version(lab.release) >= Version("0.33"):
+        stock.must_be("refused")
+        patched.must_be("refused")
+    else:
+        stock.must_be("corrupt" if hit else "identical")
+        patched.must_be("identical")
 
 
 @pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
@@ -136,6 +145,51 @@ def test_smaller_blocks_of_a_draft_model_whose_heads_ranks_share_out(
     prefill = replace(model, tp_size=ranks[0], block_tokens=32)
     decode = replace(model, tp_size=ranks[1], block_tokens=64)
     case = Case(f"draft on {ranks}", prefill, decode, 150, hit)
+
+    lab.run(case).must_be("corrupt" if hit else "identical")
+    lab.on_d(case).must_be("identical")
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("shape", [(4, 64), (8, 32)])
+@pytest.mark.parametrize("shared", [0, 1], ids=["read", "unread"])
+@pytest.mark.on(since="0.30")
+def test_pages_in_places_of_their_own(
+    lab: Lab, shape: tuple[int, int], ranks: tuple[int, int], shared: int
+) -> None:
+    """Beside windows in BLHNC, a smaller page than the model's, which no other one overlays."""
+    model = replace(
+        MODELS["heads"],
+        layers=5,
+        head_dim=64,
+        draft_shape=shape,
+        window_tokens=(0, 40),
+        layout="BLHNC",
+        block_tokens=64,
+        sharing_layers=shared,
+    )
+    case = Case(f"{shape} on {ranks}", *(replace(model, tp_size=size) for size in ranks), 150)
+
+    lab.run(case).must_be("identical")
+    lab.on_d(case).must_be("identical")
+
+
+@pytest.mark.parametrize("hit", [0, 64], ids=["no hit", "a hit"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4)])
+@pytest.mark.on(since="0.32")
+def test_smaller_pages_in_places_of_their_own(lab: Lab, ranks: tuple[int, int], hit: int) -> None:
+    """Of fewer ranks: the release joins them."""
+    model = replace(
+        MODELS["heads"],
+        layers=5,
+        head_dim=64,
+        draft_shape=(4, 64),
+        window_tokens=(0, 40),
+        layout="BLHNC",
+    )
+    prefill = replace(model, tp_size=ranks[0], block_tokens=32)
+    decode = replace(model, tp_size=ranks[1], block_tokens=64)
+    case = Case(f"windows on {ranks}", prefill, decode, 200, hit)
 
     lab.run(case).must_be("corrupt" if hit else "identical")
     lab.on_d(case).must_be("identical")

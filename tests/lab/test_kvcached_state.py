@@ -251,3 +251,12 @@ def test_states_in_rows_of_smaller_latents(lab: Lab, pair: str) -> None:
     case = Case(pair, p, replace(d, block_tokens=64), _PROMPT_TOKENS)
 
     lab.run(case).must_be("identical")
+
+
+@pytest.mark.on(names_layouts=True)
+def test_rows_beside_a_layer_without_a_cache_of_its_own(lab: Lab) -> None:
+    spec = replace(_spec(""), layout="BLNHC", sharing_layers=1)
+    case = Case("rows", spec, spec, _PROMPT_TOKENS)
+
+    lab.run(case.stock()).must_be("corrupt")
+    lab.run(case).must_be("refused", "has no cache of its own")

@@ -261,7 +261,7 @@ def test_keys_by_column_are_never_read_as_rows() -> None:
         key_order=lambda: KeyOrder.COLUMN_MAJOR,
         stated_layout="HND",
     )
-    local = UnreadCache(64, 1, "HND", "", misreads_smaller=why_misread(asked))
+    local = UnreadCache(64, 1, "HND", "", misreads_smaller=why_misread(asked, 1))
 
     decided = decide(local, stating(1, 16, "HND"), FACTS["0.20.1"])
 

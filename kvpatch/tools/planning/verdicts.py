@@ -204,7 +204,8 @@ def _of_stock(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdi
         return Verdict(Outcome.IDENTICAL, way="vLLM's own")
     if p.kernel_tokens < d.kernel_tokens:
         reason = f"P's blocks of {p.kernel_tokens} tokens become D's of {d.kernel_tokens}: vLLM "
-        wrong = why_joined_wrongly(d.key_order, 1, d.layout, d.facts, is_mla=d.caches.is_mla)
+        is_mla, heads = d.caches.is_mla, 0 if d.caches.is_mla else d.heads
+        wrong = why_joined_wrongly(d.key_order, 1, d.layout, d.facts, heads=heads, is_mla=is_mla)
         if not wrong and not d.has_prefix_cache:
             reason += "does so rightly for some prompts only"
             return Verdict(Outcome.UNKNOWN, reason, _SAME_BLOCKS)
