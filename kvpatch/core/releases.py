@@ -181,6 +181,8 @@ class ReleaseFacts:
     keeps_aborted_blocks: bool = _since("0.16.0")
     #: P's ids are expanded to kernel blocks before a request is read.
     expands_remote_blocks: bool = _since("0.11.1", "0.20.0")
+    #: each of P's ids is expanded to as many kernel blocks as one of D's blocks has.
+    expands_by_own_cut: bool = _since("0.20.0", "0.22.0")
     #: the connector is handed the plan, which has groups of layers.
     has_cache_groups: bool = _since("0.18.0")
     #: the scheduler looks at a step's tokens where loads failed.

@@ -171,13 +171,14 @@ class NamedBlocks:
     def _parts(self) -> tuple[int, int]:
         """Kernel blocks in one of our blocks, and in one of the peer's, as the release booked it.
 
-        As many where the release books none.
+        As many where no handshake states any (<= 0.20): 0.20 books 1 for every peer.
         """
         worker = self._worker
-        ours = int(worker._physical_blocks_per_logical_kv_block)
-        if not self._is_known or self._facts.topology != "transfer_topo":
-            return ours, ours
+        is_test = not hasattr(worker, "block_size")  # of vLLM's own, as in `smaller`
+        if is_test or not (self._is_known and self._facts.states_kernel_blocks):
+            return 1, 1
         booked = worker.transfer_topo.get_engine_info(self._engine_id)
+        ours = int(worker._physical_blocks_per_logical_kv_block)
         return ours, int(booked.remote_physical_blocks_per_logical)
 
     @property
@@ -269,19 +270,23 @@ class NamedBlocks:
     def name_preparable(self) -> None:
         """Names blocks that have the release prepare a transfer, which is to fail."""
         worker, entry, facts = self._worker, self._entry, self._facts
-        if self.smaller is None and len({*self._parts}) == 1:
+        if self.smaller is None:
             # Of a like peer whose lists, of other lengths, the release alone pairs, they stay:
             # where they are of one length it may find nothing to read for this rank, prepare no
             # transfer, and take a load that is refused for one that is done.
             is_ours = self._reader is not None and self._engine_id in self._reader.peers
-            if is_ours or not (self._is_known and self._are_paired_otherwise):
+            if not is_ours and self._is_known and self._are_paired_otherwise:
+                return
+            if is_ours or len({*self._parts}) == 1:
                 read_request.match_local_block_count(entry, facts)
-            return
-        if self.smaller is None:
-            ratio = self._parts[0] / self._parts[1]
+                return
+            ours, theirs = self._parts
+            # 0.21 expands each of P's ids to one, or to as many as one of our blocks has.
+            is_by_ours = theirs > 1 and facts.expands_by_own_cut
+            ratio = 1.0 if is_by_ours else ours / theirs
         else:
-            ours, theirs = self.smaller
-            ratio = 1.0 if theirs is None else ours.tokens / theirs.tokens
+            own, others = self.smaller
+            ratio = 1.0 if others is None else own.tokens / others.tokens
         named = []
         local = read_request.groups(entry.local_block_ids)
         for group, blocks in zip(self._groups, local, strict=True):
@@ -344,9 +349,10 @@ class NamedBlocks:
         """
         (ours, theirs), groups = self._parts, self._groups
         local, from_beginning = request.local_blocks, any(group.has_state for group in groups)
-        fits = len(self._remote) == len(local) == len(groups)
+        fits = theirs == 1 or not self._facts.expands_by_own_cut
+        fits = fits and len(self._remote) == len(local) == len(groups)
         contexts = ReleaseWorker(self._worker, self._facts).context_sizes
-        fits = fits and max(contexts, default=1) == 1
+        fits = fits and max(contexts[:1], default=1) == 1
         sizes = zip(groups, self._group_tokens, local, self._remote, strict=False)
         for group, block_tokens, filled, named in sizes if fits else ():
             if group.has_state or not filled:

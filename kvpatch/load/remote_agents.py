@@ -133,7 +133,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         heads=planned_heads(release, kinds),
         row_parts=_row_parts(release),
         shared_parts=release.kernel_blocks_per_block
-        if max(release.context_sizes, default=1) > 1 and facts.states_context_parallelism
+        if max(release.context_sizes[:1], default=1) > 1 and facts.states_context_parallelism
         else None,
         stages=release.stages,
         missed_layer=missed_layer(release, kinds),

@@ -149,6 +149,7 @@ def _skips_empty_prompts(source: Source) -> bool:
     return "input_or_inputs == ''" in found or "prompt_or_prompts == ''" in found
 
 
+_EXPANDS = "_logical_to_remote_kernel_block_ids"
 _REORDERS = "post_process_device_kv_on_receive_heterogeneous_attn"
 
 
@@ -499,6 +500,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "has_channels_first": _says("worker", "__init__", "assert is_conv_state_dim_first()"),
     "keeps_aborted_blocks": _says(_SCHEDULER, "Scheduler.finish_requests", "delay_free_blocks"),
     "expands_remote_blocks": _expands_remote_blocks,
+    "expands_by_own_cut": lambda s: "local_arange" in s.body(s.worker, _EXPANDS),
     "has_cache_groups": _has_cache_groups,
     "counts_tokens_of_failed": _takes(
         _SCHEDULER, "Scheduler._update_requests_with_invalid_blocks", "num_scheduled_tokens"

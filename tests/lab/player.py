@@ -509,6 +509,8 @@ class Player(Engine):
         """Ends a request as `give_up` does; the same step begins another one of its name."""
         self._end(ask.prompt.name)
         self.over = {ask.prompt.name}
+        for done in self._received:  # of the one before it
+            done.discard(ask.prompt.name)
         return self.ask([ask])
 
     # -- D with the release's own scheduler -----------------------------------
