@@ -369,6 +369,14 @@ def _of_named(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> A
             f"what vLLM {own.release} tells a P of {theirs.release} of its ranks is not known",
             _ONE_SIZE,
         )
+    has_draft_model = any(name.startswith("draft_model.") for name in ours.layers)
+    if own.names_regions != theirs.names_regions and has_draft_model:
+        # <= 0.29 the target's regions are first; from 0.30 on they are in the order of names.
+        raise PeerRefused(
+            f"vLLM {own.release} and {theirs.release} number the layers of a model and of its "
+            "draft model (speculative method draft_model) in two orders",
+            _ONE_VLLM,
+        )
     own_form, form = own.form_of(ours.backend), theirs.form_of(named.backend)
     # Of rows that are packed a layout's name says where they lie.
     is_named = own.names_layouts and {f and f.shape for f in (own_form, form)} == {"packed"}

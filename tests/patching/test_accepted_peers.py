@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "transfer_mode": "pull",
 }
 OWN = OwnFactors(NEWEST, VALUES)
+LAYERS = tuple(local().geometry.layers.values())
 
 
 def hash_of(**changes: Any) -> str:
@@ -124,6 +125,14 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "a handshake that does not say how blocks are cut": (
         lambda: local(facts=FACTS["0.20.2"], backend="FLASHINFER"),
         differing(replace(named("0.20.2", "TRITON_ATTN"))), "does not say how a backend cuts",
+    ),
+    "layers of a draft model, numbered otherwise": (
+        lambda: local(layers=dict(zip(("model.0", "draft_model.0"), LAYERS, strict=True))),
+        differing(named("0.29.0")), "in two orders",
+    ),
+    "layers of a draft model": (
+        lambda: local(layers=dict(zip(("model.0", "draft_model.0"), LAYERS, strict=True))),
+        differing(named("0.30.0")), Stock,
     ),
     "bytes of another model": (
         local, differing(named("0.32.0"), block_tokens=64, block_lens=[8192] * 2),
