@@ -182,6 +182,11 @@ class NamedBlocks:
         return ours, int(booked.remote_physical_blocks_per_logical)
 
     @property
+    def _is_cut_alike(self) -> bool:
+        ours, theirs = self._parts
+        return ours == theirs
+
+    @property
     def _group_tokens(self) -> list[int]:
         """The tokens of a block of ours in each cache group, as the scheduler counts blocks."""
         worker, facts = self._worker, self._facts
@@ -260,10 +265,10 @@ class NamedBlocks:
                 self._refuse_part(request.tokens, request.remote_tokens)
             return
         if request is not None and fills:
-            if len({*self._parts}) > 1:
-                self._refuse_other_ends(request)
-            else:
+            if self._is_cut_alike:
                 self._leave_common(request)
+            else:
+                self._refuse_other_ends(request)
         if reader is not None:
             self._refuse_misnamed(reader)
 
@@ -277,7 +282,7 @@ class NamedBlocks:
             is_ours = self._reader is not None and self._engine_id in self._reader.peers
             if not is_ours and self._is_known and self._are_paired_otherwise:
                 return
-            if is_ours or len({*self._parts}) == 1:
+            if is_ours or self._is_cut_alike:
                 read_request.match_local_block_count(entry, facts)
                 return
             ours, theirs = self._parts
@@ -358,12 +363,11 @@ class NamedBlocks:
             if group.has_state or not filled:
                 continue
             theirs_tokens = block_tokens * theirs // ours
-            blocks, at_peer = (
-                -(-request.tokens // block_tokens),
-                -(-request.tokens // theirs_tokens),
-            )
-            hit = max(blocks - len(filled), 0)
-            if request.hit_tokens is not None:
+            blocks = -(-request.tokens // block_tokens)
+            at_peer = -(-request.tokens // theirs_tokens)
+            if request.hit_tokens is None:  # the length of D's list says it
+                hit = max(blocks - len(filled), 0)
+            else:
                 hit = request.hit_tokens // block_tokens
             if group.spans_prompt:
                 fits = fits and len(named) == at_peer and hit + len(filled) == blocks

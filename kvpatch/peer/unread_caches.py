@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import (
-    LAYERS_INSIDE_BLOCKS,
-    inner_layout,
-)
+from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS, inner_layout
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import (
